@@ -1,0 +1,34 @@
+"""``python -m data_prep <dataset> --out DIR``: write a dataset in verl's parquet columns.
+
+A dataset is a module with ``add_arguments(parser)`` and ``run(args)``; only the chosen one is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+#: Subcommand -> (module, one line for ``--help``).
+COMMANDS = {
+    "toy": ("data_prep.toy.dataset", "coloured shapes with a red box, drawn on the fly; no download"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m data_prep", description="Prepare a dataset for training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="dataset")
+    for name, (module_name, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name in argv[:1]:
+            module = import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

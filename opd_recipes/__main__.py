@@ -1,0 +1,3 @@
+from opd_recipes.main import main
+
+main()

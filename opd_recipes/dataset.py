@@ -1,0 +1,230 @@
+"""The training set: verl's parquet rows, with their images kept as bytes or paths until the rollout worker needs them.
+
+Besides verl's columns (``prompt``, ``images``, ``data_source``, ``extra_info``, for validation ``reward_model``) a row has
+``bbox`` ([x0, y0, x1, y1] in pixels of its image) or ``bbox_images`` (ready-made evidence images), as the recipe's views need.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image, ImageOps
+from tqdm import tqdm
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from opd_recipes.recipe import Recipe
+from opd_recipes.registry import RecipeError
+from opd_recipes.views import Box, View, ViewError
+
+#: A row's column for the rollout worker, and the one that names the view on which the student answers.
+ROW_IMAGES = "opd_images"
+ROW_VIEW = "opd_view"
+
+
+@dataclass
+class RowImages:
+    """What a row has to see: encoded images, its evidence box, ready-made evidence images. Small enough to travel."""
+
+    images: list[Any]
+    box: Box | None = None
+    evidence: list[Any] = field(default_factory=list)
+
+    def render(self, view: View) -> list[Image.Image]:
+        """Decode and draw a view. The box belongs to the last image; the others are shown as they are.
+
+        Raises:
+            ViewError: An image cannot be decoded, or the view cannot be drawn from this row.
+        """
+        if view.provided:
+            if not self.evidence:
+                raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
+            if len(self.evidence) != len(self.images):
+                raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
+            return [decode(source) for source in self.evidence]
+        decoded = [decode(source) for source in self.images]
+        return [*decoded[:-1], view(decoded[-1], self.box)] if decoded else []
+
+
+def decode(source: Any) -> Image.Image:
+    """Open one image (``{"bytes": ...}``, ``{"path": ...}`` or a path) as upright RGB; transparency turns white.
+
+    Raises:
+        ViewError: It is missing, is not an image, or is damaged.
+    """
+    data = source.get("bytes") if isinstance(source, dict) else None
+    path = source.get("path") if isinstance(source, dict) else source
+    name = repr(path) if path else "the image's bytes"
+    if data is None and not isinstance(path, str | os.PathLike):
+        raise ViewError(f"an image has neither bytes nor a path: {source!r:.80}")
+    try:
+        with Image.open(io.BytesIO(data) if data is not None else path) as image:
+            image = ImageOps.exif_transpose(image)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ViewError(f"{name} cannot be read as an image: {error}") from error
+
+
+class TwoViewDataset(RLHFDataset):
+    """verl's dataset, with both views checked when it is loaded (``data.custom_cls``)."""
+
+    def __init__(self, *args, **kwargs):
+        config = kwargs["config"] if "config" in kwargs else args[2]
+        self.recipe = Recipe.load(config.opd)
+        self.box_key = config.get("bbox_key", "bbox")
+        self.evidence_key = config.get("bbox_images_key", "bbox_images")
+        self.views: tuple[str, ...] = ("student",)
+        super().__init__(*args, **kwargs)
+
+    def set_views(self, views: tuple[str, ...]) -> None:
+        """Give every row once for each of ``views``; its data source becomes ``<data_source>@<view>``."""
+        missing = [
+            self.locate(i)
+            for i, reward in enumerate(self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None])
+            if not reward or reward.get("ground_truth") is None
+        ]
+        if missing:
+            raise RecipeError(
+                f"data.val_files: validation needs reward_model.ground_truth in each row; {len(missing)} rows have none, "
+                f"first {missing[0]}. Training rows need none"
+            )
+        self.views = tuple(views)
+
+    def __len__(self) -> int:
+        return len(self.dataframe) * len(self.views)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row, view = divmod(item, len(self.views))
+        example = super().__getitem__(row)
+        example[ROW_VIEW] = self.views[view]
+        if len(self.views) > 1:
+            example["data_source"] = f"{example['data_source']}@{self.views[view]}"
+        return example
+
+    def _build_messages(self, example: dict, key: str) -> list[dict]:
+        """verl's messages, with a placeholder for each image: the pixels are made where they are used."""
+        images = example.get(self.image_key) or []
+        box = example.pop(self.box_key, None)
+        evidence = example.pop(self.evidence_key, None) or []
+        example[ROW_IMAGES] = RowImages(images=images, box=box, evidence=evidence)
+        example[self.image_key] = [f"image:{i}" for i in range(len(images))]
+        placeholders = sum(str(message["content"]).count("<image>") for message in example[key])
+        if placeholders != len(images):
+            raise ViewError(f"{placeholders} <image> in the prompt for {len(images)} images in '{self.image_key}'")
+        return super()._build_messages(example, key)
+
+    def maybe_filter_out_long_prompts(self, dataframe=None):
+        """Check every row: both views can be drawn, and both prompts fit. verl calls this once the files are read."""
+        self._file_starts = _file_starts(self.data_files)
+        columns = set(dataframe.column_names)
+        for column in (self.prompt_key, self.image_key, "data_source"):
+            if column not in columns:
+                raise RecipeError(f"{self._where()}: column '{column}' is missing; it has {', '.join(sorted(columns))}")
+        if self.recipe.needs_box and self.box_key not in columns:
+            raise RecipeError(
+                f"{self._where()}: opd.views need an evidence box, but column '{self.box_key}' is missing. Add it "
+                "([x0, y0, x1, y1] in pixels), or use ready-made images: +overlay=vision_opd_6k"
+            )
+        if self.recipe.teacher_view.provided and self.evidence_key not in columns:
+            raise RecipeError(
+                f"{self._where()}: opd.views.teacher=provided, but column '{self.evidence_key}' is missing"
+            )
+        # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
+        with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
+            faults = pool.map(lambda i: self._fault(dataframe[i]), range(len(dataframe)))
+            reasons = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
+        bad = [i for i, reason in enumerate(reasons) if reason]
+        if bad and self.recipe.on_bad_row == "error":
+            listed = "\n".join(f"  {self.locate(i)}: {reasons[i]}" for i in bad[:20])
+            more = f"\n  ... and {len(bad) - 20} more" if len(bad) > 20 else ""
+            raise RecipeError(
+                f"{len(bad)} of {len(dataframe)} rows cannot be used:\n{listed}{more}\n"
+                "Mend or remove them, or set opd.on_bad_row=skip to leave them out"
+            )
+        if bad:
+            print(f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}")
+            keep = sorted(set(range(len(dataframe))) - set(bad))
+            dataframe = dataframe.select(keep)
+        if len(dataframe) == 0:
+            raise RecipeError(f"{self._where()}: no row is left")
+        return dataframe
+
+    def _fault(self, example: dict) -> str | None:
+        """Why a row cannot be used, or None."""
+        try:
+            messages = self._build_messages(example, key=self.prompt_key)
+            source = example[ROW_IMAGES]
+            if not source.images:
+                raise ViewError(f"no image in '{self.image_key}'")
+            for name in ("student", "teacher"):
+                images = source.render(self.recipe.view(name))
+                tokens = self._prompt_length(messages, images)
+                if tokens > self.max_prompt_length:
+                    return (
+                        f"the {name}'s prompt has {tokens} tokens, more than data.max_prompt_length={self.max_prompt_length} "
+                        f"(image of {images[-1].width} x {images[-1].height} pixels)"
+                    )
+        except (ViewError, ValueError, TypeError, KeyError) as error:
+            return str(error)
+        return None
+
+    def _prompt_length(self, messages: list[dict], images: list[Image.Image]) -> int:
+        text = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
+        )
+        prepared, _, _ = self._process_multi_modal_info(
+            with_images(messages, images), self.image_patch_size, self.config
+        )
+        # What the processor would expand each placeholder to, without making the pixels.
+        sizes = [(image.height, image.width) for image in prepared]
+        expanded = self.processor._get_num_multimodal_tokens(image_sizes=sizes, **(self.mm_processor_kwargs or {}))
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return len(tokens) - len(sizes) + sum(expanded["num_image_tokens"])
+
+    def _where(self) -> str:
+        return ", ".join(str(file) for file in self.original_data_files)
+
+    def locate(self, row: int) -> str:
+        """File and row for a message."""
+        if self.max_samples > 0 and self.shuffle:
+            return f"row {row} of the {self.max_samples} sampled from {self._where()}"
+        file = bisect_right(self._file_starts, row) - 1
+        return f"{self.original_data_files[file]}, row {row - self._file_starts[file]}"
+
+
+def _file_starts(files: list[str]) -> list[int]:
+    """The first row of each file in the concatenation of all."""
+    import datasets
+
+    starts = [0]
+    for file in files[:-1]:
+        kind = "parquet" if file.endswith(".parquet") else "json"
+        starts.append(starts[-1] + len(datasets.load_dataset(kind, data_files=file)["train"]))
+    return starts
+
+
+def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:
+    """Copy messages with the image placeholders replaced, in order."""
+    remaining = iter(images)
+
+    def part(item: Any) -> Any:
+        is_image = isinstance(item, dict) and item.get("type") == "image"
+        return {**item, "image": next(remaining)} if is_image else item
+
+    filled = [
+        {**message, "content": [part(item) for item in message["content"]]}
+        if isinstance(message["content"], list)
+        else dict(message)
+        for message in messages
+    ]
+    if next(remaining, None) is not None:
+        raise ViewError("more images than image placeholders in the prompt")
+    return filled

@@ -1,0 +1,143 @@
+"""The distillation objective: token losses, importance weights, and their mean over the global batch.
+
+All per-token tensors are flat, (N,): the response tokens of the micro-batch's rows, one row after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opd_recipes.registry import RecipeError, Registry
+
+AGGREGATIONS = Registry("opd.objective.aggregation")
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Sizes of the whole mini-batch, over all ranks and micro-batches, so that no split changes the loss.
+
+    Args:
+        tokens: Response tokens that count.
+        responses: Responses with at least one such token.
+        world: Data-parallel ranks. Gradients are averaged over ranks, so each rank's sum is scaled by it.
+    """
+
+    tokens: int
+    responses: int
+    world: int
+
+
+@AGGREGATIONS.register("token_mean")
+def token_mean(mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser) -> torch.Tensor:
+    """Every token of the global batch counts the same (BAS-OPD, OPD-V). Shapes: (N,), (rows,) -> (N,)."""
+    return mask * (total.world / max(total.tokens, 1))
+
+
+@AGGREGATIONS.register("seq_mean_token_mean")
+def seq_mean_token_mean(mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser) -> torch.Tensor:
+    """Every response counts the same, its tokens share that (Vision-OPD). Shapes: (N,), (rows,) -> (N,)."""
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
+    counted = torch.zeros(len(lengths), device=mask.device).index_add_(0, rows, mask)
+    return mask / counted.clamp(min=1)[rows] * (total.world / max(total.responses, 1))
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How token divergences become one loss.
+
+    Args:
+        kind: ``distill``: differentiate the divergence.
+        aggregation: ``token_mean`` or ``seq_mean_token_mean``.
+        rollout_is_cap: Upper threshold of the importance weight pi_train / pi_vllm of each token; null: no correction.
+        is_clip: Upper threshold of pi / pi_old when a batch is used for several updates; null: none.
+    """
+
+    kind: str = "distill"
+    aggregation: str = "seq_mean_token_mean"
+    rollout_is_cap: float | None = 2.0
+    is_clip: float | None = 2.0
+
+    def __post_init__(self):
+        if self.kind != "distill":
+            raise RecipeError(f"opd.objective.kind: unknown value {self.kind!r}; known: distill")
+        AGGREGATIONS.get(self.aggregation)
+        for name in ("rollout_is_cap", "is_clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise RecipeError(f"opd.objective.{name}: must be above 0 (or null to switch it off), got {value}")
+
+    def token_coefficients(
+        self, mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser
+    ) -> torch.Tensor:
+        """The share of each token in the loss, (N,); 0 where ``mask`` is 0."""
+        return AGGREGATIONS.get(self.aggregation)(mask, lengths, total)
+
+    def importance(
+        self, log_probs: torch.Tensor, rollout: torch.Tensor | None, old: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The detached importance weight of each token, (N,).
+
+        With one update per batch ``old`` is None: the policy that trains is the one that sampled, and only the two
+        engines differ. With several, the engine's part uses ``old`` and the policy's part is clipped by itself.
+        """
+        log_probs = log_probs.detach()
+        behaviour = log_probs if old is None else old
+        weight = torch.ones_like(log_probs)
+        if self.rollout_is_cap is not None and rollout is not None:
+            weight = (behaviour - rollout).exp().clamp(max=self.rollout_is_cap)
+        if old is not None and self.is_clip is not None:
+            weight = weight * (log_probs - old).exp().clamp(max=self.is_clip)
+        return weight
+
+
+def distill_loss(
+    outputs: dict[str, torch.Tensor],
+    *,
+    objective: Objective,
+    weights: Any,
+    mask: torch.Tensor,
+    lengths: torch.Tensor,
+    total: Normaliser,
+    rollout_log_probs: torch.Tensor | None = None,
+    old_log_probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """One micro-batch's part of the loss: sum over tokens of coefficient * importance * weight * divergence.
+
+    Args:
+        outputs: What :class:`~opd_recipes.topk_head.ScoreRequest` returned.
+        weights: The recipe's token weight.
+        mask: (N,) 1 for tokens that count.
+        lengths: (rows,) response lengths, summing to N.
+        total: Sizes of the global mini-batch.
+        rollout_log_probs, old_log_probs: (N,) of the sampled tokens, from vLLM and from before the first update.
+
+    Returns:
+        The loss (a sum whose total over micro-batches and mean over ranks is the loss of the global batch) and metrics
+        that add up in the same way.
+    """
+    mask = mask.to(outputs["divergence"].dtype)
+    coefficient = objective.token_coefficients(mask, lengths, total)
+    importance = objective.importance(outputs["log_probs"], rollout_log_probs, old_log_probs)
+    token_loss = importance * weights(outputs) * outputs["divergence"]
+    # A masked token may hold anything, NaN included: it must not reach the sum.
+    loss = (coefficient * token_loss.where(mask > 0, 0.0)).sum()
+
+    share = mask * (total.world / max(total.tokens, 1))
+    means = {
+        "opd/divergence": outputs["divergence"].detach(),
+        "opd/entropy": outputs["entropy"],
+        "opd/teacher_entropy": outputs["teacher_entropy"],
+        "opd/student_mass": outputs["student_mass"],
+        "opd/teacher_mass": outputs["teacher_mass"],
+        "opd/teacher_minus_student": outputs["teacher_log_probs"] - outputs["log_probs"].detach(),
+        "opd/importance_weight": importance,
+    }
+    if rollout_log_probs is not None:
+        gap = (outputs["log_probs"].detach() - rollout_log_probs).abs()
+        means["opd/rollout_gap"] = gap
+    if objective.rollout_is_cap is not None:
+        means["opd/importance_capped"] = (importance >= objective.rollout_is_cap).float()
+    return loss, {key: (share * value.where(mask > 0, 0.0)).sum().item() for key, value in means.items()}

@@ -1,0 +1,55 @@
+"""``python -m opd_recipes --config-name vision_opd [overrides]``: check the configuration, then run verl's trainer.
+
+Nothing heavy is imported before the configuration is composed, and nothing of Ray starts before it is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from opd_recipes.registry import RecipeError
+
+
+@hydra.main(config_path="pkg://opd_recipes.config", config_name="vision_opd", version_base=None)
+def main(config: DictConfig) -> None:
+    try:
+        run(config)
+    except RecipeError as error:
+        sys.exit(f"opd_recipes: {error}")
+
+
+def run(config: DictConfig) -> None:
+    """Train.
+
+    Raises:
+        RecipeError: The configuration cannot be run.
+    """
+    from opd_recipes.recipe import check_run
+
+    check_run(config)
+    # verl reads its platform when it is imported; the workers get the same variables through Ray's runtime environment.
+    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    os.environ.update({key: str(value) for key, value in variables.items()})
+
+    import ray
+    from verl.trainer import main_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    from opd_recipes.verl_compat import undecorated
+
+    auto_set_device(config)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+
+    class TaskRunner(undecorated(main_ppo.TaskRunnerV1)):
+        def run(self, config):
+            import opd_recipes.trainer  # noqa: F401  registers the trainer modes in this process
+
+            super().run(config)
+
+    main_ppo.run_ppo(config, task_runner_class=ray.remote(TaskRunner))

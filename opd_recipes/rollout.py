@@ -1,0 +1,200 @@
+"""The rollout side: the student answers from its view, and every response gets the teacher's prompt beside its own.
+
+Images are decoded and both prompts are built once per prompt, whatever the number of rollouts. The teacher's text goes
+through the same token builder as the student's, so the two differ only in their image tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from PIL import Image
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+from opd_recipes.dataset import ROW_IMAGES, ROW_VIEW, RowImages, with_images
+from opd_recipes.recipe import Recipe
+from opd_recipes.registry import RecipeError
+from opd_recipes.verl_compat import undecorated
+
+logger = logging.getLogger(__name__)
+
+#: Tokens that stand for pixels. A policy that samples one would announce an image that is not there.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+@dataclass
+class Prompt:
+    """One view of a prompt, ready for the model.
+
+    Args:
+        ids: (P,) tokens, image placeholders expanded.
+        positions: (planes, P) position ids, or (P,) for models without mRoPE.
+        inputs: Pixels and grids, as the model takes them.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    inputs: dict[str, torch.Tensor]
+
+    def extended(self, length: int) -> torch.Tensor:
+        """Positions of the prompt and of the text behind it, (planes, length) or (length,)."""
+        more = length - self.positions.shape[-1]
+        after = torch.arange(1, more + 1, dtype=self.positions.dtype)
+        if self.positions.dim() == 1:
+            return torch.cat([self.positions, self.positions[-1] + after])
+        # Plane 0 counts tokens, the others count rotary positions; text advances each by one.
+        last = torch.cat([self.positions[:1, -1:], self.positions[1:].max().expand(len(self.positions) - 1, 1)])
+        return torch.cat([self.positions, last + after], dim=1)
+
+
+@dataclass
+class Views:
+    """Both prompts of a row; ``teacher`` is None in validation."""
+
+    student: Prompt
+    teacher: Prompt | None
+
+
+# The tasks of one prompt's rollouts inherit it; passing it as an argument would send it through verl's queue.
+_views: ContextVar[Views | None] = ContextVar("opd_views", default=None)
+
+
+class TwoViewAgentLoopWorker(undecorated(AgentLoopWorkerTQ)):
+    """verl's agent-loop worker with a second prompt for every response."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.processor is None:
+            raise RecipeError(
+                f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path} has no processor: two views "
+                "need a vision-language model"
+            )
+        self.recipe = Recipe.load(self.config.opd)
+        self.banned = vision_token_ids(self.tokenizer)
+        data = self.config.data
+        self.builder = create_continuous_token_builder(
+            self.tokenizer,
+            hf_model_type=self.hf_model_type,
+            chat_template_kwargs=data.get("apply_chat_template_kwargs", {}),
+            mm_processor_kwargs=self.mm_processor_kwargs,
+            processor=self.processor,
+        )
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        source: RowImages = prompt.pop(ROW_IMAGES)
+        view = prompt.pop(ROW_VIEW)
+        try:
+            loop = asyncio.get_running_loop()
+            messages, views = await loop.run_in_executor(
+                None, self._prepare, list(prompt["raw_prompt"]), source, view, trajectory["validate"]
+            )
+        except Exception as error:
+            # verl waits for a status of every prompt: without one the step would hang.
+            logger.exception(f"row {prompt.get('index')}: the views cannot be prepared: {error}")
+            partition = "val" if trajectory["validate"] else "train"
+            await tq.async_kv_put(key=prompt["uid"], partition_id=partition, tag={"status": "failure"})
+            return
+        prompt["raw_prompt"] = messages
+        _views.set(views)
+        sampling_params = {**sampling_params, "logit_bias": dict.fromkeys(self.banned, -100.0)}
+        await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+
+    def _prepare(self, messages: list[dict], source: RowImages, view: str, validate: bool) -> tuple[list[dict], Views]:
+        student_messages = with_images(messages, source.render(self.recipe.view(view)))
+        student = self._prompt(student_messages)
+        if validate:
+            return student_messages, Views(student, None)
+        return student_messages, Views(student, self._prompt(with_images(messages, source.render(self.recipe.teacher_view))))
+
+    def _prompt(self, messages: list[dict]) -> Prompt:
+        patch = getattr(self.processor.image_processor, "patch_size", 14)
+        images, _, _ = self.dataset_cls._process_multi_modal_info(messages, patch, self.config.data)
+        inputs: dict[str, Any] = {}
+        ids = torch.tensor(self.builder.build_initial_tokens(messages, images=images, mm_inputs_out=inputs))
+        inputs = {k: torch.as_tensor(v) for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+        if "pixel_values" not in inputs:
+            raise ValueError("the processor made no pixel values for the images of this prompt")
+        positions = super()._compute_position_ids(ids[None], torch.ones_like(ids)[None], inputs).squeeze(0)
+        grid = inputs["image_grid_thw"]
+        inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        return Prompt(ids, positions, inputs)
+
+    def _compute_multi_modal_inputs(self, output, input_ids):
+        return dict(_views.get().student.inputs)
+
+    def _compute_position_ids(self, input_ids, attention_mask, multi_modal_inputs, mm_processor_kwargs=None):
+        # From the prompt alone: a response is text, whatever tokens it has.
+        return _views.get().student.extended(input_ids.shape[-1])[None]
+
+    async def _compute_score(self, outputs, kwargs: dict) -> None:
+        if _views.get().teacher is not None:
+            outputs[-1].reward_score = 0.0  # no reward enters training, and rows need no answer
+            return
+        source = kwargs["data_source"].removesuffix("@student").removesuffix("@teacher")
+        await super()._compute_score(outputs, {**kwargs, "data_source": source})
+
+    async def _agent_loop_postprocess(self, output, validate: bool, **kwargs) -> None:
+        if isinstance(output, list):
+            raise NotImplementedError("agent loops with several outputs have no second view; use single_turn_agent")
+        views = _views.get()
+        if output.prompt_ids != views.student.ids.tolist():
+            raise RuntimeError("the agent loop changed the prompt; the teacher's would not correspond to it")
+        cut_at_vision_token(output, self.banned, self.tokenizer.eos_token_id)
+        kwargs["raw_prompt"] = _without_images(kwargs["raw_prompt"])
+        if views.teacher is not None:
+            response = torch.tensor(output.response_ids, dtype=views.teacher.ids.dtype)
+            ids = torch.cat([views.teacher.ids, response])
+            positions = views.teacher.extended(len(ids))
+            kwargs["teacher_input_ids"] = ids
+            kwargs["teacher_positions"] = positions.transpose(0, 1).contiguous() if positions.dim() == 2 else positions
+            kwargs["teacher_multi_modal_inputs"] = views.teacher.inputs
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+
+class TwoViewAgentLoopManager(AgentLoopManagerTQ):
+    """``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(TwoViewAgentLoopWorker)
+
+
+def vision_token_ids(tokenizer) -> list[int]:
+    """The vision tokens that this tokenizer knows."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in VISION_TOKENS if token in vocabulary]
+
+
+def cut_at_vision_token(output, banned: list[int], eos: int) -> None:
+    """End a response before its first vision token. Sampling bans them, so this is for engines that ignore the ban."""
+    at = next((i for i, token in enumerate(output.response_ids) if token in set(banned)), None)
+    if at is None:
+        return
+    logger.warning(f"a vision token was sampled at position {at} of a response; the response ends before it")
+    keep = max(at, 1)  # verl cannot store an empty response: one masked token stands for it
+    output.response_ids = output.response_ids[:keep] if at else [eos]
+    output.response_mask = output.response_mask[:keep] if at else [0]
+    if output.response_logprobs is not None:
+        output.response_logprobs = output.response_logprobs[:keep] if at else [0.0]
+
+
+def _without_images(messages: list[dict]) -> list[dict]:
+    """Text and placeholders only: pixels in verl's queue would be copied for every rollout."""
+
+    def part(item: Any) -> Any:
+        return {"type": "image"} if isinstance(item, dict) and isinstance(item.get("image"), Image.Image) else item
+
+    return [
+        {**message, "content": [part(item) for item in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]

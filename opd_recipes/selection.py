@@ -1,0 +1,13 @@
+"""Selection: which finished rollouts the teacher is asked about, ``select(count) -> indices`` into the step's rollouts."""
+
+from __future__ import annotations
+
+from opd_recipes.registry import Registry
+
+SELECTIONS = Registry("opd.selection")
+
+
+@SELECTIONS.register("all")
+def every(count: int) -> list[int]:
+    """All of them."""
+    return list(range(count))

@@ -1,0 +1,154 @@
+"""The language-model head, streamed: logits exist for a chunk of response positions at a time, never as a whole.
+
+Full logits are the memory of a distillation step (9k tokens x 248k words x 4 bytes = 9 GB a sequence). Only response
+positions are scored, and of each position only a few numbers are kept. :class:`StreamedHead` stands in for the model's
+``lm_head`` under the same parameter name, so checkpoints, weight sync and FSDP see no difference; what it computes is
+set for the length of one forward by :meth:`StreamedHead.serving`. Working inside the model's own forward is what makes
+it right under FSDP2: there the sharded weight is gathered, and its gradient is reduced like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from opd_recipes.divergence import Divergence
+
+#: What a request returns for N positions: named tensors of shape (N,) or (N, D).
+HeadOutput = dict[str, torch.Tensor]
+
+
+class StreamedHead(nn.Module):
+    """An ``lm_head`` that answers requests instead of returning all logits.
+
+    Args:
+        linear: The model's head. Its parameters are shared, not copied, so tied weights stay tied.
+    """
+
+    def __init__(self, linear: nn.Module):
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = getattr(linear, "bias", None)
+        self._request: Callable[[torch.Tensor, torch.Tensor], HeadOutput] | None = None
+
+    @classmethod
+    def install(cls, model: nn.Module) -> StreamedHead:
+        """Replace the output embedding of a Hugging Face model and return the replacement."""
+        linear = model.get_output_embeddings()
+        if linear is None or getattr(linear, "bias", None) is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} has {'no output embedding' if linear is None else 'a biased lm_head'}; "
+                "the streamed head needs a bias-free linear lm_head"
+            )
+        head = cls(linear)
+        model.set_output_embeddings(head)
+        return head
+
+    @contextmanager
+    def serving(self, request: Callable[[torch.Tensor, torch.Tensor], HeadOutput]) -> Iterator[None]:
+        """For one forward, return ``request(hidden, weight)`` in the place of the logits."""
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def forward(self, hidden: torch.Tensor):
+        if self._request is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return self._request(hidden, self.weight)
+
+
+class HiddenRequest:
+    """Return the final hidden states at ``index``: ``{"hidden": (N, D)}``. The teacher's half of a distillation step.
+
+    Args:
+        index: (N,) positions in the flattened (batch * length) hidden states.
+    """
+
+    def __init__(self, index: torch.Tensor):
+        self.index = index
+
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
+        return {"hidden": hidden.flatten(0, -2)[self.index]}
+
+
+class ScoreRequest:
+    """Score response tokens, and where a teacher is given, compare with it.
+
+    Args:
+        index: (N,) positions in the flattened hidden states whose next token is scored.
+        labels: (N,) the next tokens.
+        temperature: Divides the logits of both models.
+        chunk: Positions per chunk; peak memory is a few (chunk, V) fp32 tensors.
+        teacher: ``(hidden (N, D), weight (V, D))`` of the teacher, or ``None``.
+        divergence: Compares the two; needed with a teacher.
+
+    The answer has, each of shape (N,): ``log_probs`` of the labels (with gradient), ``entropy`` (without) and, with a
+    teacher, ``divergence`` (with gradient), ``teacher_log_probs``, ``teacher_entropy``, ``student_mass``,
+    ``teacher_mass`` (without).
+    """
+
+    def __init__(
+        self,
+        index: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        chunk: int = 256,
+        teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+        divergence: Divergence | None = None,
+    ):
+        self.index, self.labels = index, labels
+        self.temperature, self.chunk = temperature, chunk
+        self.teacher, self.divergence = teacher, divergence
+
+    def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
+        hidden = hidden.flatten(0, -2)[self.index]
+        if len(self.index) == 0:
+            return self._empty(hidden, weight)
+        parts = []
+        for start in range(0, len(self.index), self.chunk):
+            rows = slice(start, start + self.chunk)
+            other = self.teacher[0][rows] if self.teacher else None
+            # Recomputing a chunk in backward is what keeps its logits from being stored.
+            parts.append(checkpoint(self._score, hidden[rows], weight, self.labels[rows], other, use_reentrant=False))
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _score(
+        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, teacher_hidden: torch.Tensor | None
+    ) -> HeadOutput:
+        logits = self._logits(hidden, weight)
+        out = {"log_probs": _label_log_probs(logits, labels), "entropy": _entropy(logits.detach())}
+        if teacher_hidden is None:
+            return out
+        with torch.no_grad():
+            teacher_logits = self._logits(teacher_hidden, self.teacher[1])
+            out["teacher_log_probs"] = _label_log_probs(teacher_logits, labels)
+            out["teacher_entropy"] = _entropy(teacher_logits)
+        out["divergence"], mass = self.divergence(logits, teacher_logits)
+        return out | mass
+
+    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, weight).float() / self.temperature
+
+    def _empty(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
+        """No position at all (every response is empty): zeros that stay in the graph, so that FSDP can run backward."""
+        zero = hidden.sum(-1) + weight.flatten()[:1].sum() * 0.0
+        keys = ["log_probs", "entropy"]
+        if self.teacher:
+            keys += ["divergence", "teacher_log_probs", "teacher_entropy", "student_mass", "teacher_mass"]
+        return dict.fromkeys(keys, zero.float())
+
+
+def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.gather(-1, labels[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    return torch.special.entr(logits.softmax(-1)).sum(-1)

@@ -1,0 +1,93 @@
+"""Every place where this package reaches inside verl, with the behaviour of verl that makes it needed.
+
+Tested with the release in :data:`TESTED_VERL`. Moving to another release means reading this file and running the tests in
+``tests/unit/test_verl_compat.py``, each of which fails when its workaround has become unneeded or has stopped working.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+TESTED_VERL = "0.9.1"
+
+#: Key of our engine in verl's EngineRegistry. verl's own engines hold the keys cuda and npu for every model, so ours
+#: has a key of its own and is asked for by verl's override, the environment variable VERL_ENGINE_DEVICE.
+ENGINE_DEVICE = "opd"
+
+
+@contextmanager
+def engine_device() -> Iterator[None]:
+    """Let verl's EngineRegistry build our engine; other engines of the process (critic, reference) stay verl's."""
+    before = os.environ.get("VERL_ENGINE_DEVICE")
+    os.environ["VERL_ENGINE_DEVICE"] = ENGINE_DEVICE
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VERL_ENGINE_DEVICE"]
+        else:
+            os.environ["VERL_ENGINE_DEVICE"] = before
+
+
+def undecorated(ray_actor: Any) -> type:
+    """The class behind ``@ray.remote``: verl publishes some of its workers only as decorated, which cannot be derived."""
+    return ray_actor.__ray_metadata__.modified_class
+
+
+def row_major_positions(positions: torch.Tensor) -> torch.Tensor:
+    """Turn verl's nested mRoPE positions into one nested tensor with a row of (length, planes) for each sequence.
+
+    verl stores (planes, length) for each sequence. The ragged dimension is then the last one, which torch's jagged layout
+    cannot infer: it is lost when the tensor is pickled, and where all sequences of a batch have the same length the tensor
+    is built ragged over the planes. verl's ``maybe_fix_3d_position_ids`` relabels both cases alike, which crashes the
+    update and silently shifts the log-probs in the second one. With the length first there is nothing to infer.
+
+    Args:
+        positions: As it arrives at a worker: nested or dense (B, planes, L), before verl has relabelled it.
+
+    Returns:
+        Nested (B, ragged length, planes); positions with one plane, (B, length), come back as they are.
+    """
+    if positions.dim() != 3:
+        return positions
+    if not positions.is_nested:
+        rows = list(positions)
+    else:
+        values, offsets = positions.values(), positions.offsets()
+        if values.shape[-1] == offsets[-1]:  # (planes, all lengths): well formed, whatever the label says
+            rows = list(values.split(offsets.diff().tolist(), dim=-1))
+        else:  # (B * planes, length): equal lengths, ragged over the planes
+            rows = list(values.split(offsets.diff().tolist(), dim=0))
+    return torch.nested.as_nested_tensor([row.transpose(0, 1).contiguous() for row in rows], layout=torch.jagged)
+
+
+def plane_major_positions(positions: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`row_major_positions`, in the one form that verl's model inputs are right for."""
+    if positions.dim() != 3:
+        return positions
+    return torch.nested.nested_tensor_from_jagged(
+        positions.values().transpose(0, 1).contiguous(), positions.offsets(), jagged_dim=2
+    )
+
+
+def start_process_group() -> None:
+    """Start gloo before verl does: on CPU verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses."""
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cpu" and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend="cpu:gloo")
+
+
+class LiteralSync:
+    """A trainer's ``trainer_mode``: verl compares it to the literal ``sync`` in many places, whatever name it registered."""
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> str:
+        return "sync"
+
+    def __set__(self, trainer: Any, value: str) -> None:
+        pass

@@ -1,0 +1,141 @@
+"""Views: what the student and the teachers see of one image.
+
+A view is a list of steps, each ``(image, box, *, option=...) -> (image, box)``: a PIL RGB image and the evidence box in
+that image's pixels (``x0, y0, x1, y1``, right and bottom edges exclusive), or ``None`` where the row has no box. A step
+that moves pixels returns the box in the new image's pixels, so that steps compose. Steps are pure: the same row gives
+the same view on every worker and on every rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from opd_recipes.registry import RecipeError, Registry
+
+Box = tuple[float, float, float, float]
+
+VIEWS = Registry("opd.views")
+
+#: Steps that cannot work on a row without an evidence box.
+NEEDS_BOX = {"redbox", "crop"}
+
+
+class ViewError(ValueError):
+    """A row whose image or box cannot give the view that the recipe asks for."""
+
+
+@VIEWS.register("original")
+def original(image: Image.Image, box: Box | None) -> tuple[Image.Image, Box | None]:
+    """The image as it is in the row."""
+    return image, box
+
+
+@VIEWS.register("redbox")
+def redbox(
+    image: Image.Image,
+    box: Box | None,
+    *,
+    width: int = 5,
+    expand: float = 0.05,
+    color: tuple[int, int, int] = (255, 0, 0),
+) -> tuple[Image.Image, Box | None]:
+    """Draw the evidence box (Vision-OPD, arXiv 2605.18740: 5 px wide, the box expanded by 5%).
+
+    Args:
+        width: Line width in pixels, drawn outside the expanded box so that it covers no evidence.
+        expand: Fraction of the box's side added to it, half on each end.
+        color: RGB.
+    """
+    x0, y0, x1, y1 = check_box(box, image.size)
+    dx, dy = (x1 - x0) * expand / 2, (y1 - y0) * expand / 2
+    # ImageDraw's right and bottom edges are inclusive, a box's are exclusive.
+    edges = (x0 - dx - width, y0 - dy - width, x1 + dx + width - 1, y1 + dy + width - 1)
+    marked = image.copy()
+    ImageDraw.Draw(marked).rectangle([round(v) for v in edges], outline=tuple(color), width=width)
+    return marked, box
+
+
+@VIEWS.register("crop")
+def crop(
+    image: Image.Image,
+    box: Box | None,
+    *,
+    zoom: float = 2.0,
+    padding: float = 0.0,
+    min_size: int = 1,
+) -> tuple[Image.Image, Box | None]:
+    """Cut out the evidence and enlarge it (Vision-OPD: enlarged twice).
+
+    Args:
+        zoom: Factor on both sides of the cut-out, Lanczos.
+        padding: Context added on each end, as a fraction of the box's side.
+        min_size: Least side of the cut-out in source pixels; a smaller one grows around the box. The cut-out is
+            shifted to stay inside the image.
+    """
+    x0, y0, x1, y1 = check_box(box, image.size)
+    left, right = _span(x0, x1, padding, min_size, image.width)
+    top, bottom = _span(y0, y1, padding, min_size, image.height)
+    size = (max(1, round((right - left) * zoom)), max(1, round((bottom - top) * zoom)))
+    zoomed = image.crop((left, top, right, bottom)).resize(size, Image.Resampling.LANCZOS)
+    sx, sy = size[0] / (right - left), size[1] / (bottom - top)
+    moved = ((x0 - left) * sx, (y0 - top) * sy, (x1 - left) * sx, (y1 - top) * sy)
+    return zoomed, moved
+
+
+def _span(low: float, high: float, padding: float, min_size: int, limit: int) -> tuple[int, int]:
+    """The padded, grown and shifted interval of ``crop`` along one axis, in whole pixels."""
+    side = max((high - low) * (1 + 2 * padding), float(min_size))
+    start = (low + high - side) / 2
+    first, last = math.floor(start + 1e-6), math.ceil(start + side - 1e-6)
+    length = min(last - first, limit)
+    first = min(max(0, first), limit - length)
+    return first, first + length
+
+
+def check_box(box: Sequence[float] | None, size: tuple[int, int]) -> Box:
+    """Return the box as four floats; raise :class:`ViewError` unless it is non-empty and inside the image."""
+    if box is None:
+        raise ViewError("the row has no evidence box ('bbox': [x0, y0, x1, y1] in pixels)")
+    if len(box) != 4:
+        raise ViewError(f"bbox {list(box)} must have four numbers: x0, y0, x1, y1 in pixels")
+    x0, y0, x1, y1 = (float(v) for v in box)
+    if not all(map(math.isfinite, (x0, y0, x1, y1))):
+        raise ViewError(f"bbox {list(box)} has a value that is not finite")
+    if x1 <= x0 or y1 <= y0:
+        raise ViewError(f"bbox {list(box)} is empty: x0 < x1 and y0 < y1 must hold (is it x, y, width, height?)")
+    if x0 < 0 or y0 < 0 or x1 > size[0] or y1 > size[1]:
+        raise ViewError(f"bbox {list(box)} lies outside the image of {size[0]} x {size[1]} pixels")
+    return x0, y0, x1, y1
+
+
+class View:
+    """One configured view: ``view(image, box) -> image``.
+
+    Args:
+        spec: A step name, a ``{"kind": name, option: value}`` mapping, or a list of these applied in order. The single
+            step ``provided`` is not drawn but read from the row's ``bbox_images`` column.
+        where: The configuration key, for messages.
+    """
+
+    def __init__(self, spec: Any, where: str = "opd.views"):
+        steps = [spec] if isinstance(spec, str | Mapping) else list(spec or [])
+        if not steps:
+            raise RecipeError(f"{where}: name at least one step; known: provided, {', '.join(VIEWS.names())}")
+        self.kinds = [step if isinstance(step, str) else step.get("kind") for step in steps]
+        self.provided = self.kinds == ["provided"]
+        if "provided" in self.kinds and not self.provided:
+            raise RecipeError(f"{where}: 'provided' is a whole view and cannot be combined with other steps")
+        self._steps: list[Callable] = [] if self.provided else [VIEWS.build(step, where) for step in steps]
+
+    @property
+    def needs_box(self) -> bool:
+        return bool(NEEDS_BOX.intersection(self.kinds))
+
+    def __call__(self, image: Image.Image, box: Box | None) -> Image.Image:
+        for step in self._steps:
+            image, box = step(image, box)
+        return image

@@ -1,0 +1,90 @@
+"""The actor worker: verl's, with a teacher beside the student on the same ranks, trained by the recipe's loss."""
+
+from __future__ import annotations
+
+import json
+import os
+from copy import deepcopy
+
+import torch.distributed as dist
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+from opd_recipes.engine import TeacherEngine, loss_function
+from opd_recipes.recipe import Recipe
+from opd_recipes.verl_compat import engine_device, row_major_positions, start_process_group
+
+#: Inside an actor checkpoint: the teacher's shards and the step count of its rule.
+TEACHER_FOLDER = "teacher"
+STATE_FILE = "opd_state.json"
+
+
+class StudentTrainingWorker(TrainingWorker):
+    """verl's training worker around our engine."""
+
+    def __init__(self, config: TrainingWorkerConfig):
+        with engine_device():
+            super().__init__(config)
+
+
+class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
+    """verl's hybrid worker; only what concerns the teacher is different."""
+
+    actor_worker_cls = StudentTrainingWorker
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        start_process_group()
+        super().init_model()
+        recipe = Recipe.load(self.config.opd)
+        student = self.actor.engine
+        self.teacher = TeacherEngine(
+            model_config=student.model_config,
+            engine_config=deepcopy(student.engine_config),
+            optimizer_config=student.optimizer_config,
+            checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
+        )
+        self.teacher.initialize()
+        student.attach(self.teacher, recipe)
+        self.actor.set_loss_fn(loss_function(recipe))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data):
+        return super().update_actor(_with_row_major_positions(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data):
+        return super().compute_log_prob(_with_row_major_positions(data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
+        super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        self.teacher.save_checkpoint(os.path.join(local_path, TEACHER_FOLDER), global_step=global_step)
+        if dist.get_rank() == 0:
+            state = {"finite_steps": self.actor.engine.finite_steps, "skipped_steps": self.actor.engine.skipped_steps}
+            with open(os.path.join(local_path, STATE_FILE), "w") as file:
+                json.dump(state, file)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
+        teacher = os.path.join(local_path, TEACHER_FOLDER)
+        if not os.path.isdir(teacher):
+            raise FileNotFoundError(
+                f"{local_path} has no '{TEACHER_FOLDER}' folder: it was not written by this trainer. Resuming from it would "
+                "restart the teacher from the base model. To start a new run from these weights, merge them into a Hugging "
+                "Face folder (python -m verl.model_merger) and set actor_rollout_ref.model.path and trainer.resume_mode=disable"
+            )
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
+        with open(os.path.join(local_path, STATE_FILE)) as file:
+            state = json.load(file)
+        self.actor.engine.finite_steps = state["finite_steps"]
+        self.actor.engine.skipped_steps = state["skipped_steps"]
+
+
+def _with_row_major_positions(data):
+    # Before verl sees the batch: see row_major_positions.
+    data["positions"] = row_major_positions(data.pop("position_ids"))
+    return data
