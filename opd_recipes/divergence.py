@@ -19,16 +19,17 @@ KINDS = Registry("opd.divergence.kind")
 SUPPORTS = Registry("opd.divergence.support")
 TAILS = Registry("opd.divergence.tail")
 
+#: Floor of log-probabilities: exp of it is 0, and unlike -inf (a padded vocabulary, a teacher's masked token) it has
+#: finite differences and gradients.
+MIN_LOG_PROB = -1e4
+
 #: Largest log-mass of the top-K ids for which the tail is computed: log(1 - exp(s)) needs s < 0.
 MAX_LOG_MASS = -1e-7
 
 
 def kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
-    """KL(a || b) = sum a (log a - log b) over the last dimension; bins where a is 0 contribute 0."""
-    zero = log_a == -math.inf
-    # Both branches of `where` are differentiated, so the -inf must not reach the subtraction.
-    difference = log_a.masked_fill(zero, 0.0) - log_b.masked_fill(zero, 0.0)
-    return (log_a.exp() * difference).sum(-1)
+    """KL(a || b) = sum a (log a - log b) over the last dimension, of finite log-probabilities."""
+    return (log_a.exp() * (log_a - log_b)).sum(-1)
 
 
 @KINDS.register("jsd")
@@ -37,8 +38,17 @@ def jsd(log_p: torch.Tensor, log_q: torch.Tensor, *, alpha: float = 0.5) -> torc
 
     ``alpha`` must lie strictly between 0 and 1; the expression tends to 0 at both ends, it does not become a KL.
     """
-    mixture = torch.logaddexp(log_p + math.log1p(-alpha), log_q + math.log(alpha))
-    return (1 - alpha) * kl(log_p, mixture) + alpha * kl(log_q, mixture)
+    difference = log_q - log_p
+    from_p = log_p.exp() * _log_mixture(difference, alpha)  # p log(m / p)
+    from_q = log_q.exp() * _log_mixture(-difference, 1 - alpha)  # q log(m / q)
+    return -((1 - alpha) * from_p + alpha * from_q).sum(-1)
+
+
+def _log_mixture(difference: torch.Tensor, weight: float) -> torch.Tensor:
+    """log((1 - weight) + weight exp(difference)): exactly 0 at 0, to full relative accuracy near it, finite far from it."""
+    near = torch.log1p(weight * torch.expm1(difference.clamp(-1, 1)))
+    far = torch.logaddexp(torch.full_like(difference, math.log1p(-weight)), difference + math.log(weight))
+    return torch.where(difference.abs() <= 1, near, far)
 
 
 @KINDS.register("forward_kl")
@@ -119,7 +129,7 @@ class Divergence:
         Returns:
             The divergence (N,), and the share of each model's mass on the kept ids (N,), without gradient.
         """
-        log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+        log_p, log_q = (logits.log_softmax(-1).clamp(min=MIN_LOG_PROB) for logits in (student, teacher))
         with torch.no_grad():
             ids = self._support(student.detach(), teacher, min(self.topk, student.shape[-1]))
         if ids is None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric.utils import AggregationType, Metric
@@ -79,6 +81,18 @@ class TeacherEngine(_HeadEngine):
 
     It keeps fp32 weights like the student (an averaging step of 5% of a 2e-6 update is lost in bf16).
     """
+
+    @classmethod
+    def beside(cls, student: StudentEngine) -> TeacherEngine:
+        """Build the teacher of ``student``: same checkpoint, same sharding, on the same ranks."""
+        teacher = cls(
+            model_config=student.model_config,
+            engine_config=deepcopy(student.engine_config),
+            optimizer_config=student.optimizer_config,
+            checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
+        )
+        teacher.initialize()
+        return teacher
 
     def _build_optimizer(self, module):
         return None

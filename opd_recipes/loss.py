@@ -5,6 +5,7 @@ All per-token tensors are flat, (N,): the response tokens of the micro-batch's r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Objective:
         kind: ``distill``: differentiate the divergence.
         aggregation: ``token_mean`` or ``seq_mean_token_mean``.
         rollout_is_cap: Upper threshold of the importance weight pi_train / pi_vllm of each token; null: no correction.
-        is_clip: Upper threshold of pi / pi_old when a batch is used for several updates; null: none.
+        is_clip: Upper threshold of pi / pi_old when a batch is used for several updates; null: no threshold.
     """
 
     kind: str = "distill"
@@ -88,9 +89,24 @@ class Objective:
         weight = torch.ones_like(log_probs)
         if self.rollout_is_cap is not None and rollout is not None:
             weight = (behaviour - rollout).exp().clamp(max=self.rollout_is_cap)
-        if old is not None and self.is_clip is not None:
-            weight = weight * (log_probs - old).exp().clamp(max=self.is_clip)
+        if old is not None:
+            weight = weight * (log_probs - old).exp().clamp(max=math.inf if self.is_clip is None else self.is_clip)
         return weight
+
+
+#: Prefix of the metrics from which :func:`pearson` is computed once they have been added up over the global batch.
+MOMENTS = "opd/moments/"
+
+
+def _moments(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
+
+
+def pearson(moments: dict[str, float]) -> float:
+    """Correlation of two variables from the means of x, y, xx, yy and xy; 1 where one of them does not vary."""
+    covariance = moments["xy"] - moments["x"] * moments["y"]
+    variances = [moments[2 * axis] - moments[axis] ** 2 for axis in "xy"]
+    return covariance / math.sqrt(variances[0] * variances[1]) if min(variances) > 0 else 1.0
 
 
 def distill_loss(
@@ -125,7 +141,7 @@ def distill_loss(
     # A masked token may hold anything, NaN included: it must not reach the sum.
     loss = (coefficient * token_loss.where(mask > 0, 0.0)).sum()
 
-    share = mask * (total.world / max(total.tokens, 1))
+    share = mask.double() * (total.world / max(total.tokens, 1))
     means = {
         "opd/divergence": outputs["divergence"].detach(),
         "opd/entropy": outputs["entropy"],
@@ -136,8 +152,9 @@ def distill_loss(
         "opd/importance_weight": importance,
     }
     if rollout_log_probs is not None:
-        gap = (outputs["log_probs"].detach() - rollout_log_probs).abs()
-        means["opd/rollout_gap"] = gap
+        ours, theirs = outputs["log_probs"].detach().double(), rollout_log_probs.double()
+        means["opd/rollout_gap"] = (ours - theirs).abs()
+        means |= {MOMENTS + name: value for name, value in _moments(ours, theirs).items()}
     if objective.rollout_is_cap is not None:
         means["opd/importance_capped"] = (importance >= objective.rollout_is_cap).float()
     return loss, {key: (share * value.where(mask > 0, 0.0)).sum().item() for key, value in means.items()}

@@ -10,6 +10,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
+from opd_recipes.loss import MOMENTS, pearson
 from opd_recipes.recipe import check_run
 from opd_recipes.verl_compat import LiteralSync
 from opd_recipes.worker import OpdActorRolloutRefWorker
@@ -82,6 +83,9 @@ class OpdTrainerMixin:
         super()._update_actor(narrow, metrics)
         for key in [key for key in metrics if key.startswith("actor/opd/")]:
             metrics[key.removeprefix("actor/")] = metrics.pop(key)
+        moments = {key.removeprefix(MOMENTS): metrics.pop(key) for key in list(metrics) if key.startswith(MOMENTS)}
+        if moments:
+            metrics["opd/rollout_pearson"] = pearson(moments)
         return batch
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):

@@ -123,9 +123,13 @@ class View:
 
     def __init__(self, spec: Any, where: str = "opd.views"):
         steps = [spec] if isinstance(spec, str | Mapping) else list(spec or [])
+        known = ["provided", *VIEWS.names()]
         if not steps:
-            raise RecipeError(f"{where}: name at least one step; known: provided, {', '.join(VIEWS.names())}")
+            raise RecipeError(f"{where}: name at least one step; known: {', '.join(known)}")
         self.kinds = [step if isinstance(step, str) else step.get("kind") for step in steps]
+        for kind in self.kinds:
+            if kind not in known:
+                raise RecipeError(f"{where}: unknown value {kind!r}; known: {', '.join(known)}")
         self.provided = self.kinds == ["provided"]
         if "provided" in self.kinds and not self.provided:
             raise RecipeError(f"{where}: 'provided' is a whole view and cannot be combined with other steps")

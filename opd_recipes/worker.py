@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from copy import deepcopy
 
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.trainer.config import CheckpointConfig
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -40,13 +38,7 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         super().init_model()
         recipe = Recipe.load(self.config.opd)
         student = self.actor.engine
-        self.teacher = TeacherEngine(
-            model_config=student.model_config,
-            engine_config=deepcopy(student.engine_config),
-            optimizer_config=student.optimizer_config,
-            checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
-        )
-        self.teacher.initialize()
+        self.teacher = TeacherEngine.beside(student)
         student.attach(self.teacher, recipe)
         self.actor.set_loss_fn(loss_function(recipe))
 

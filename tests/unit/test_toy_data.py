@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +97,11 @@ def test_views_show_the_whole_red_box(scenes):
         assert all(marked.getpixel(point) == RED for point in edge)
         crop = teacher_view(scene.image, scene.bbox)
         assert crop.size == (96, 96)
-        reds = ((np.asarray(crop, int) - RED) ** 2).sum(-1) < 60**2
-        # The outline is 2 px wide in the source and the cut-out is enlarged twice along both axes.
-        assert reds.sum() >= 0.8 * 4 * 2 * 2 * (x1 - x0 - 2 + y1 - y0 - 2)
+        red, green, blue = np.moveaxis(np.asarray(crop, int), -1, 0)
+        rows, columns = np.nonzero(red - np.maximum(green, blue) > 180)
+        # Enlarged twice, give or take the resampling's soft edges; less would mean that a side is cut off.
+        assert np.ptp(columns) + 1 == pytest.approx(2 * (x1 - x0), abs=2)
+        assert np.ptp(rows) + 1 == pytest.approx(2 * (y1 - y0), abs=2)
 
 
 def test_the_command_writes_verl_columns(tmp_path, capsys):
@@ -177,12 +180,24 @@ def test_base_vocabulary_and_special_tokens(base):
     assert (BASE / "model.safetensors").stat().st_size < 5e6
 
 
-def test_base_reads_crops_well_and_full_images_badly(base, scenes):
+def test_base_reads_crops_well_and_full_images_badly(base):
+    from data_prep.toy.base_model import forced_accuracy
+
+    processor, model = base
+    record = json.loads((BASE / "base.json").read_text())
+    scenes = [make_scene(scene_rng("val", record["seed"], index)) for index in range(record["val_scenes"])]
+    full = forced_accuracy(model, processor, scenes, student_view)
+    crop = forced_accuracy(model, processor, scenes, teacher_view)
+    assert crop >= 0.85
+    assert crop - full >= 0.30
+    # Another machine's arithmetic may tip a scene or two.
+    assert full == pytest.approx(record["val_full_accuracy"], abs=0.01)
+    assert crop == pytest.approx(record["val_crop_accuracy"], abs=0.01)
+
+
+@pytest.mark.parametrize("view", [student_view, teacher_view], ids=["student", "teacher"])
+def test_the_quick_accuracy_is_that_of_generated_answers(base, scenes, view):
     from data_prep.toy.base_model import forced_accuracy, generated_accuracy
 
     processor, model = base
-    full = generated_accuracy(model, processor, scenes, student_view)
-    crop = generated_accuracy(model, processor, scenes, teacher_view)
-    assert crop >= 0.85
-    assert crop - full >= 0.30
-    assert forced_accuracy(model, processor, scenes, student_view) == full, "the quick measure differs from generate"
+    assert forced_accuracy(model, processor, scenes, view) == generated_accuracy(model, processor, scenes, view)

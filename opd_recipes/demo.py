@@ -1,0 +1,155 @@
+"""``opd_recipes demo``: the real training loop on the toy data, with a progress line, a picture and a closing line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from opd_recipes.curve import Point, accuracy_curve, gap_closed, plot, read_metrics, record, summary
+
+#: What the log says when a stage has begun, and what to tell the person who waits. In order.
+STAGES = [
+    ("", "starting Ray"),
+    ("Started a local Ray instance", "loading verl in the trainer process"),
+    ("checking rows", "checking the data set"),
+    ("worker group kwargs", "loading student and teacher"),
+    ("reward loop manager initialized", "starting the vLLM server"),
+    ("all initialize finished", "starting the rollout workers"),
+    ("(TwoViewAgentLoopWorker pid=", "measuring the base model on both views"),
+]
+TEST_EVERY = 20
+
+
+def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, overrides: Sequence[str]) -> int:
+    """Train one run for each seed; return the exit code.
+
+    Args:
+        out: Folder for data, logs, metrics and results.
+        publish: Where to write ``vision_opd_toy.json`` and ``.png`` as well.
+        overrides: More Hydra overrides.
+    """
+    import data_prep.toy
+
+    base = Path(data_prep.toy.__file__).parent / "base"
+    data = make_data(out / "data", rows=32 * steps)
+    runs = []
+    for seed in seeds:
+        folder = (out / f"seed{seed}").resolve()
+        command = training_command(base, data, folder, seed, steps, overrides)
+        began = time.time()
+        points = train(command, folder, steps, f"seed {seed}: " if len(seeds) > 1 else "")
+        if points is None:
+            return 1
+        minutes = (time.time() - began) / 60
+        shown = "opd_recipes demo" + (f" --steps {steps}" if steps != 100 else "") + f" --seeds {seed}"
+        shown += "".join(f" {shlex.quote(o)}" for o in overrides)
+        runs.append(record(points, seed=seed, command=shown, steps=steps, minutes=round(minutes, 1)))
+        print(summary(points, minutes), flush=True)
+    for folder in filter(None, [out, publish]):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "vision_opd_toy.json").write_text(json.dumps(runs, indent=1) + "\n")
+        plot(runs, folder / "vision_opd_toy.png", "Vision-OPD, tiny model, toy data: no labels used in training")
+        print(f"results: {folder / 'vision_opd_toy.json'}  picture: {folder / 'vision_opd_toy.png'}")
+    worst = min(runs, key=lambda run: run["gap_closed"])
+    if worst["crop_after"] < worst["crop_before"] - 0.05:
+        print("note: the crop accuracy fell by more than 5 points; a gap that closes this way does not count")
+    return 0
+
+
+def make_data(folder: Path, rows: int) -> Path:
+    """Make the toy data set, unless it is there already."""
+    if not (folder / f"made_{rows}").exists():
+        command = [sys.executable, "-m", "data_prep", "toy", "--out", str(folder), "--train", str(rows), "--val", "256"]
+        subprocess.run(command, check=True)
+        (folder / f"made_{rows}").touch()
+    return folder.resolve()
+
+
+def training_command(
+    base: Path, data: Path, folder: Path, seed: int, steps: int, overrides: Sequence[str]
+) -> list[str]:
+    """The command that trains: the same one that a person would type."""
+    return [
+        sys.executable,
+        *("-m", "opd_recipes", "--config-name", "vision_opd", "+overlay=[cpu,toy]"),
+        f"actor_rollout_ref.model.path={base}",
+        f"actor_rollout_ref.rollout.seed={seed}",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/val.parquet",
+        f"data.seed={seed}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={TEST_EVERY}",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+        f"hydra.run.dir={folder}/hydra",
+        *overrides,
+    ]
+
+
+def train(command: Sequence[str], folder: Path, steps: int, prefix: str = "") -> list[Point] | None:
+    """Run a training command with a progress line; return its curve, or None after saying what went wrong."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log, metrics = folder / "log.txt", folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
+    print(f"{prefix}training; the whole log is in {log}", flush=True)
+    line = ProgressLine(prefix)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None:
+                line.show(status(log, metrics, steps))
+                time.sleep(1)
+        except BaseException:
+            process.terminate()
+            raise
+    line.end()
+    points = accuracy_curve(metrics)
+    if process.returncode != 0 or not points or points[-1].step < steps:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        print(f"{tail}\n\ntraining failed (exit code {process.returncode}); the whole log is in {log}", file=sys.stderr)
+        return None
+    return points
+
+
+def status(log: Path, metrics: Path, steps: int) -> str:
+    """What the run is doing, in a few words."""
+    entries = list(read_metrics(metrics))
+    points = accuracy_curve(metrics)
+    if not entries:
+        text = log.read_text(errors="replace")
+        return next(words for mark, words in reversed(STAGES) if mark in text) + " ..."
+    step, last = entries[-1]
+    accuracy = f", full {points[-1].full:.0%}, crop {points[-1].crop:.0%} at step {points[-1].step}" if points else ""
+    divergence = f", divergence {last['opd/divergence']:.3f}" if "opd/divergence" in last else ""
+    closed = f", {gap_closed(points[0], points[-1]):.0%} of the gap closed" if len(points) > 1 else ""
+    return f"step {step}/{steps}{divergence}{accuracy}{closed}"
+
+
+class ProgressLine:
+    """One line that changes on a terminal; elsewhere a new line at a stage's begin and then every half minute."""
+
+    def __init__(self, prefix: str = ""):
+        self.prefix = prefix
+        self.began = self.printed = time.time()
+        self.text = ""
+
+    def show(self, text: str) -> None:
+        now = time.time()
+        clock = f"[{int(now - self.began) // 60}:{int(now - self.began) % 60:02d}] {self.prefix}{text}"
+        if sys.stdout.isatty():
+            print(f"\r\033[K{clock}", end="", flush=True)
+        elif text != self.text and (not text.startswith("step") or now - self.printed >= 30):
+            print(clock, flush=True)
+            self.text, self.printed = text, now
+
+    def end(self) -> None:
+        if sys.stdout.isatty():
+            print()

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from torch import nn
+
+from opd_recipes.divergence import Divergence
+from opd_recipes.topk_head import HiddenRequest, ScoreRequest, StreamedHead
+
+D, V, K = 16, 53, 7
+
+
+def setup(seed=0, rows=3, length=11):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, length, D, generator=generator)
+    linear = nn.Linear(D, V, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(V, D, generator=generator))
+    index = torch.tensor([2, 3, 4, 13, 14, 25, 26, 27, 30])
+    labels = torch.randint(V, (len(index),), generator=generator)
+    teacher = (torch.randn(len(index), D, generator=generator), torch.randn(V, D, generator=generator))
+    return hidden, linear, index, labels, teacher
+
+
+def streamed(chunk, temperature=1.0, divergence=None):
+    hidden, linear, index, labels, teacher = setup()
+    hidden.requires_grad_()
+    head = StreamedHead(linear)
+    divergence = divergence or Divergence("jsd", "student", "bucket", K)
+    request = ScoreRequest(
+        index, labels, temperature=temperature, chunk=chunk, teacher=teacher, divergence=divergence
+    )
+    with head.serving(request):
+        out = head(hidden)
+    (out["divergence"] * torch.arange(1, 10)).sum().add(out["log_probs"].sum()).backward()
+    return out, hidden.grad, head.weight.grad
+
+
+def direct(temperature=1.0):
+    """Whole logits of every position, float64."""
+    hidden, linear, index, labels, teacher = setup()
+    hidden = hidden.double().requires_grad_()
+    weight = linear.weight.detach().double().requires_grad_()
+    logits = (hidden @ weight.T).flatten(0, 1)[index] / temperature
+    other = teacher[0].double() @ teacher[1].double().T / temperature
+    log_p, log_q = logits.log_softmax(-1), other.log_softmax(-1)
+    ids = log_p.detach().topk(K).indices
+    value = []
+    for p, q, kept in zip(log_p.exp(), log_q.exp(), ids, strict=True):
+        p, q = (torch.cat([x[kept], 1 - x[kept].sum(0, keepdim=True)]) for x in (p, q))
+        m = (p + q) / 2
+        value.append((p * (p / m).log()).sum() / 2 + (q * (q / m).log()).sum() / 2)
+    out = {
+        "log_probs": log_p.gather(1, labels[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "divergence": torch.stack(value),
+        "teacher_log_probs": log_q.gather(1, labels[:, None])[:, 0],
+        "teacher_entropy": -(log_q.exp() * log_q).sum(-1),
+        "student_mass": log_p.gather(1, ids).exp().sum(-1),
+        "teacher_mass": log_q.gather(1, ids).exp().sum(-1),
+    }
+    (out["divergence"] * torch.arange(1, 10)).sum().add(out["log_probs"].sum()).backward()
+    return out, hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 256])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equals_the_direct_formula_for_every_chunk_size(chunk, temperature):
+    out, hidden_grad, weight_grad = streamed(chunk, temperature)
+    ref, ref_hidden_grad, ref_weight_grad = direct(temperature)
+    assert out.keys() == ref.keys()
+    for key in ref:
+        torch.testing.assert_close(out[key].double(), ref[key], atol=1e-5, rtol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+    torch.testing.assert_close(hidden_grad.double(), ref_hidden_grad, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(weight_grad.double(), ref_weight_grad, atol=1e-4, rtol=1e-3)
+
+
+def test_positions_that_are_not_asked_for_get_no_gradient():
+    _, hidden_grad, _ = streamed(4)
+    asked = setup()[2]
+    untouched = torch.ones(33, dtype=torch.bool)
+    untouched[asked] = False
+    assert (hidden_grad.flatten(0, 1)[untouched] == 0).all()
+
+
+def test_no_response_token_at_all_gives_empty_outputs_with_a_graph():
+    hidden, linear, _, _, teacher = setup()
+    head = StreamedHead(linear)
+    none = torch.zeros(0, dtype=torch.long)
+    request = ScoreRequest(
+        none, none, teacher=(teacher[0][:0], teacher[1]), divergence=Divergence("jsd", "student", "bucket", K)
+    )
+    with head.serving(request):
+        out = head(hidden.requires_grad_())
+    assert all(value.shape == (0,) for value in out.values())
+    out["divergence"].sum().backward()
+    assert (head.weight.grad == 0).all()
+
+
+def test_without_a_request_it_is_the_linear_layer():
+    hidden, linear, *_ = setup()
+    torch.testing.assert_close(StreamedHead(linear)(hidden), linear(hidden))
+
+
+def test_hidden_request_picks_positions():
+    hidden, linear, index, *_ = setup()
+    head = StreamedHead(linear)
+    with head.serving(HiddenRequest(index)):
+        out = head(hidden)
+    torch.testing.assert_close(out["hidden"], hidden.flatten(0, 1)[index])
+
+
+def test_logits_never_exist_whole():
+    """The largest tensor that the forward allocates is one chunk's logits."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    self.size = max(self.size, tensor.numel())
+            return out
+
+    hidden = torch.randn(1, 640, D, requires_grad=True)
+    head = StreamedHead(nn.Linear(D, 5000, bias=False))
+    labels = torch.zeros(512, dtype=torch.long)
+    teacher = (torch.randn(512, D), torch.randn(5000, D))
+    request = ScoreRequest(
+        torch.arange(512), labels, chunk=32, teacher=teacher, divergence=Divergence("jsd", "student", "bucket", K)
+    )
+    with Largest() as seen, head.serving(request):
+        head(hidden)["divergence"].sum().backward()
+    assert seen.size <= 32 * 5000
+
+
+def test_tied_weights_stay_tied():
+    from transformers import AutoModelForImageTextToText
+
+    import data_prep.toy
+
+    model = AutoModelForImageTextToText.from_pretrained(f"{data_prep.toy.__path__[0]}/base")
+    names = [name for name, _ in model.named_parameters()]
+    keys = list(model.state_dict())
+    head = StreamedHead.install(model)
+    assert model.get_output_embeddings() is head
+    assert head.weight is model.get_input_embeddings().weight
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+
+
+def test_refuses_a_head_with_a_bias():
+    class Biased(nn.Module):
+        def get_output_embeddings(self):
+            return nn.Linear(4, 4)
+
+    with pytest.raises(NotImplementedError, match="bias-free"):
+        StreamedHead.install(Biased())
