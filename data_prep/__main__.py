@@ -13,6 +13,10 @@ from importlib import import_module
 #: Subcommand -> (module, one line for ``--help``).
 COMMANDS = {
     "toy": ("data_prep.toy.dataset", "coloured shapes with a red box, drawn on the fly; no download"),
+    "vision-opd-6k": (
+        "data_prep.vision_opd_6k",
+        "the published Vision-OPD-6K: boxed images and evidence crops from a local folder",
+    ),
 }
 
 

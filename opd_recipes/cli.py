@@ -20,7 +20,9 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", help="train a recipe: opd_recipes train --config-name vision_opd [overrides]")
-    demo = commands.add_parser("demo", help="train the tiny model on the toy data on this machine's CPU, and draw the curve")
+    demo = commands.add_parser(
+        "demo", help="train the tiny model on the toy data on this machine's CPU, and draw the curve"
+    )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for data, logs and results")
     demo.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
     demo.add_argument("--steps", type=int, default=100, help="training steps of each run")

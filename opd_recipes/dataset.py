@@ -21,8 +21,9 @@ from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import Box, View, ViewError
 
-#: A row's column for the rollout worker, and the one that names the view on which the student answers.
+#: A row's columns for the rollout worker: its images, its number, and the view on which the student answers.
 ROW_IMAGES = "opd_images"
+ROW_NUMBER = "opd_row"
 ROW_VIEW = "opd_view"
 
 
@@ -62,12 +63,11 @@ def decode(source: Any) -> Image.Image:
     if data is None and not isinstance(path, str | os.PathLike):
         raise ViewError(f"an image has neither bytes nor a path: {source!r:.80}")
     try:
-        with Image.open(io.BytesIO(data) if data is not None else path) as image:
-            image = ImageOps.exif_transpose(image)
+        with Image.open(path if data is None else io.BytesIO(data)) as opened:  # type: ignore[arg-type]
+            image: Image.Image = ImageOps.exif_transpose(opened)
             if image.has_transparency_data:
                 image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ViewError(f"{name} cannot be read as an image: {error}") from error
@@ -88,7 +88,9 @@ class TwoViewDataset(RLHFDataset):
         """Give every row once for each of ``views``; its data source becomes ``<data_source>@<view>``."""
         missing = [
             self.locate(i)
-            for i, reward in enumerate(self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None])
+            for i, reward in enumerate(
+                self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None]
+            )
             if not reward or reward.get("ground_truth") is None
         ]
         if missing:
@@ -104,7 +106,7 @@ class TwoViewDataset(RLHFDataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row, view = divmod(item, len(self.views))
         example = super().__getitem__(row)
-        example[ROW_VIEW] = self.views[view]
+        example[ROW_VIEW], example[ROW_NUMBER] = self.views[view], row
         if len(self.views) > 1:
             example["data_source"] = f"{example['data_source']}@{self.views[view]}"
         return example
@@ -150,7 +152,9 @@ class TwoViewDataset(RLHFDataset):
                 "Mend or remove them, or set opd.on_bad_row=skip to leave them out"
             )
         if bad:
-            print(f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}")
+            print(
+                f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}"
+            )
             keep = sorted(set(range(len(dataframe))) - set(bad))
             dataframe = dataframe.select(keep)
         if len(dataframe) == 0:
@@ -180,9 +184,9 @@ class TwoViewDataset(RLHFDataset):
         text = self.processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
         )
-        prepared, _, _ = self._process_multi_modal_info(
-            with_images(messages, images), self.image_patch_size, self.config
-        )
+        # The rollout's patch size, not data.image_patch_size: verl's agent loop takes it from the processor.
+        patch = getattr(self.processor.image_processor, "patch_size", 14)
+        prepared, _, _ = self._process_multi_modal_info(with_images(messages, images), patch, self.config)
         # What the processor would expand each placeholder to, without making the pixels.
         sizes = [(image.height, image.width) for image in prepared]
         expanded = self.processor._get_num_multimodal_tokens(image_sizes=sizes, **(self.mm_processor_kwargs or {}))

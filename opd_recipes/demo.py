@@ -24,6 +24,8 @@ STAGES = [
     ("(TwoViewAgentLoopWorker pid=", "measuring the base model on both views"),
 ]
 TEST_EVERY = 20
+#: Scenes of the training set; they are seen several times, each time answered anew.
+SCENES = 3072
 
 
 def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, overrides: Sequence[str]) -> int:
@@ -37,7 +39,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
     import data_prep.toy
 
     base = Path(data_prep.toy.__file__).parent / "base"
-    data = make_data(out / "data", rows=32 * steps)
+    data = make_data(out / "data", rows=SCENES)
     runs = []
     for seed in seeds:
         folder = (out / f"seed{seed}").resolve()

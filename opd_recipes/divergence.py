@@ -117,9 +117,7 @@ class Divergence:
         self.full = support == "full"
         refuse_senseless(kind, support, tail, topk, options)
 
-    def __call__(
-        self, student: torch.Tensor, teacher: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Divergence per position.
 
         Args:

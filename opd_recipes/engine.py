@@ -52,10 +52,9 @@ class _HeadEngine(FSDPEngineWithLMHead):
         inputs["position_ids"] = plane_major_positions(micro_batch["positions"])
         model_inputs, _ = self.prepare_model_inputs(micro_batch=inputs)
         dtype = self._autocast_dtype
-        device = get_device_name()
-        with nullcontext() if dtype == torch.float32 else torch.autocast(device_type=device, dtype=dtype):
-            with self.head.serving(request):
-                return self.module(**model_inputs, use_cache=False).logits
+        mixed = nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype=dtype)
+        with mixed, self.head.serving(request):
+            return self.module(**model_inputs, use_cache=False).logits
 
     @staticmethod
     def _response_index(micro_batch: TensorDict) -> torch.Tensor:
@@ -135,8 +134,8 @@ class TeacherEngine(_HeadEngine):
 class StudentEngine(_HeadEngine):
     """The model that is trained. :meth:`attach` gives it its teacher and its recipe."""
 
-    recipe: Recipe | None = None
-    teacher: TeacherEngine | None = None
+    recipe: Recipe
+    teacher: TeacherEngine
 
     def attach(self, teacher: TeacherEngine, recipe: Recipe) -> None:
         self.teacher, self.recipe = teacher, recipe
@@ -145,7 +144,9 @@ class StudentEngine(_HeadEngine):
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
         """One update. ``loss_function`` is :func:`distill` bound by the worker; the data has the teacher's columns."""
-        data["positions"] = row_major_positions(data.pop("position_ids")) if "position_ids" in data else data["positions"]
+        data["positions"] = (
+            row_major_positions(data.pop("position_ids")) if "position_ids" in data else data["positions"]
+        )
         with self.teacher.eval_mode():
             data["teacher_hidden"] = self.teacher.hidden_states(data)
             self._teacher_weight = self.teacher.head_weight()

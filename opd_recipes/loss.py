@@ -70,9 +70,7 @@ class Objective:
             if value is not None and value <= 0:
                 raise RecipeError(f"opd.objective.{name}: must be above 0 (or null to switch it off), got {value}")
 
-    def token_coefficients(
-        self, mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser
-    ) -> torch.Tensor:
+    def token_coefficients(self, mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser) -> torch.Tensor:
         """The share of each token in the loss, (N,); 0 where ``mask`` is 0."""
         return AGGREGATIONS.get(self.aggregation)(mask, lengths, total)
 

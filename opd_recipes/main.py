@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -46,7 +47,9 @@ def run(config: DictConfig) -> None:
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
-    class TaskRunner(undecorated(main_ppo.TaskRunnerV1)):
+    stock: Any = undecorated(main_ppo.TaskRunnerV1)
+
+    class TaskRunner(stock):
         def run(self, config):
             import opd_recipes.trainer  # noqa: F401  registers the trainer modes in this process
 

@@ -7,6 +7,7 @@ checks it against the rest of the configuration. Both run before Ray starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,6 +38,8 @@ class Recipe:
         on_bad_row: ``error`` or ``skip``: what a row does whose image or box cannot give the views.
         head_chunk: Response positions per chunk of the streamed head.
         poll_interval: Seconds between two looks at the rollout queue.
+        seeded_rollouts: Whether each response is sampled with a seed of its own, made from ``rollout.seed``, the step, the
+            row and the rollout's number, so that a run can be repeated. Costs vLLM some speed in large batches.
     """
 
     student_view: View
@@ -50,6 +53,7 @@ class Recipe:
     on_bad_row: str
     head_chunk: int
     poll_interval: float
+    seeded_rollouts: bool
 
     @classmethod
     def load(cls, section: Mapping[str, Any]) -> Recipe:
@@ -60,7 +64,7 @@ class Recipe:
         """
         section = _plain(section)
         parts = {"views", "teacher", "divergence", "weights", "selection", "objective"}
-        settings = {"validation_views", "on_bad_row", "head_chunk", "poll_interval"}
+        settings = {"validation_views", "on_bad_row", "head_chunk", "poll_interval", "seeded_rollouts"}
         _expect("opd", section, parts | settings)
         views = section["views"]
         _expect("opd.views", views, {"student", "teacher"})
@@ -78,6 +82,7 @@ class Recipe:
             on_bad_row=section["on_bad_row"],
             head_chunk=section["head_chunk"],
             poll_interval=section["poll_interval"],
+            seeded_rollouts=section["seeded_rollouts"],
         )
         recipe._check()
         return recipe
@@ -108,18 +113,20 @@ class Recipe:
         return self.student_view.needs_box or self.teacher_view.needs_box
 
 
-def _plain(section: Any) -> dict[str, Any]:
+def _plain(section: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)
 
 
-def _expect(where: str, section: Any, required: set[str], extra: set[str] = frozenset()) -> None:
+def _expect(where: str, section: Any, required: AbstractSet[str], extra: AbstractSet[str] = frozenset()) -> None:
     if not isinstance(section, Mapping):
         raise RecipeError(f"{where}: expected a mapping, got {section!r}")
     unknown = sorted(set(section) - required - extra)
     if unknown:
-        raise RecipeError(f"{where}: unknown setting {', '.join(unknown)}; known: {', '.join(sorted(required | extra))}")
+        raise RecipeError(
+            f"{where}: unknown setting {', '.join(unknown)}; known: {', '.join(sorted(required | extra))}"
+        )
     missing = sorted(required - set(section))
     if missing:
         raise RecipeError(f"{where}: {', '.join(missing)} missing")
@@ -156,14 +163,18 @@ _CLASHES = [
         lambda v: (v or 1) > 1,
         "must be 1: response positions are picked on one rank; lower data.max_prompt_length or micro-batch sizes instead",
     ),
-    _Clash("actor_rollout_ref.rollout.calculate_log_probs", lambda v: not v, "must be true: importance weights need it"),
+    _Clash(
+        "actor_rollout_ref.rollout.calculate_log_probs", lambda v: not v, "must be true: importance weights need it"
+    ),
     _Clash("actor_rollout_ref.rollout.name", lambda v: v != "vllm", "must be vllm"),
     _Clash("actor_rollout_ref.model.use_fused_kernels", bool, "must be false: the streamed head takes its place"),
     _Clash("actor_rollout_ref.model.lora_rank", lambda v: (v or 0) > 0, "must be 0: LoRA is not supported yet"),
     _Clash("actor_rollout_ref.actor.use_kl_loss", bool, "must be false: the distillation loss has no KL term"),
     _Clash("algorithm.use_kl_in_reward", bool, "must be false: no reward is used"),
     _Clash(
-        "actor_rollout_ref.actor.entropy_coeff", lambda v: bool(v), "must be 0: the distillation loss has no entropy term"
+        "actor_rollout_ref.actor.entropy_coeff",
+        lambda v: bool(v),
+        "must be 0: the distillation loss has no entropy term",
     ),
     _Clash(
         "actor_rollout_ref.rollout.multi_turn.enable", bool, "must be false: only single-turn rollouts have two views"

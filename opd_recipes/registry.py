@@ -57,7 +57,7 @@ class Registry:
         parameters = inspect.signature(self.get(name)).parameters.values()
         return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
-    def build(self, spec: Mapping[str, Any] | str, where: str | None = None) -> Callable:
+    def build(self, spec: Mapping[str, Any] | str, where: str | None = None) -> partial:
         """Bind the options of ``spec`` (``{"kind": name, option: value, ...}`` or just a name).
 
         Raises:

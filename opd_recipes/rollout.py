@@ -7,6 +7,7 @@ through the same token builder as the student's, so the two differ only in their
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from PIL import Image
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from opd_recipes.dataset import ROW_IMAGES, ROW_VIEW, RowImages, with_images
+from opd_recipes.dataset import ROW_IMAGES, ROW_NUMBER, ROW_VIEW, RowImages, with_images
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.verl_compat import undecorated
@@ -64,10 +65,13 @@ class Views:
 
 
 # The tasks of one prompt's rollouts inherit it; passing it as an argument would send it through verl's queue.
-_views: ContextVar[Views | None] = ContextVar("opd_views", default=None)
+_views: ContextVar[Views] = ContextVar("opd_views")
 
 
-class TwoViewAgentLoopWorker(undecorated(AgentLoopWorkerTQ)):
+_Worker: Any = undecorated(AgentLoopWorkerTQ)
+
+
+class TwoViewAgentLoopWorker(_Worker):
     """verl's agent-loop worker with a second prompt for every response."""
 
     def __init__(self, *args, **kwargs):
@@ -107,12 +111,22 @@ class TwoViewAgentLoopWorker(undecorated(AgentLoopWorkerTQ)):
         sampling_params = {**sampling_params, "logit_bias": dict.fromkeys(self.banned, -100.0)}
         await super()._run_prompt(prompt, sampling_params, trajectory, trace)
 
+    async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, *, agent_name: str, trace=True, **kwargs):
+        if self.recipe.seeded_rollouts:
+            # A seed of its own for every response: vLLM's shared one depends on the order in which requests arrive.
+            identity = (self.rollout_config.seed, kwargs["global_steps"], kwargs[ROW_NUMBER], kwargs["session_id"])
+            digest = hashlib.sha256(repr(tuple(map(int, identity))).encode()).digest()
+            sampling_params = {**sampling_params, "seed": int.from_bytes(digest[:4], "big")}
+        return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
+
     def _prepare(self, messages: list[dict], source: RowImages, view: str, validate: bool) -> tuple[list[dict], Views]:
         student_messages = with_images(messages, source.render(self.recipe.view(view)))
         student = self._prompt(student_messages)
         if validate:
             return student_messages, Views(student, None)
-        return student_messages, Views(student, self._prompt(with_images(messages, source.render(self.recipe.teacher_view))))
+        return student_messages, Views(
+            student, self._prompt(with_images(messages, source.render(self.recipe.teacher_view)))
+        )
 
     def _prompt(self, messages: list[dict]) -> Prompt:
         patch = getattr(self.processor.image_processor, "patch_size", 14)

@@ -125,7 +125,7 @@ class ScoreRequest:
     ) -> HeadOutput:
         logits = self._logits(hidden, weight)
         out = {"log_probs": _label_log_probs(logits, labels), "entropy": _entropy(logits.detach())}
-        if teacher_hidden is None:
+        if teacher_hidden is None or self.teacher is None or self.divergence is None:
             return out
         with torch.no_grad():
             teacher_logits = self._logits(teacher_hidden, self.teacher[1])

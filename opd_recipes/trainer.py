@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
 
 from opd_recipes.loss import MOMENTS, pearson
 from opd_recipes.recipe import check_run
@@ -29,7 +31,11 @@ UPDATE_COLUMNS = [
 ]
 
 
-class OpdTrainerMixin:
+# A mixin for the type checker too: its methods are those of verl's trainer.
+_Trainer: Any = PPOTrainer if TYPE_CHECKING else object
+
+
+class OpdTrainerMixin(_Trainer):
     """What every trainer mode shares: the worker class, and the shape of a step."""
 
     def __init__(self, config):
@@ -51,7 +57,9 @@ class OpdTrainerMixin:
         self.val_dataset.set_views(self.recipe.validation_views)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics, **kwargs) -> KVBatchMeta:
-        expected = self.config.data.train_batch_size // self.parameter_sync_step * self.config.actor_rollout_ref.rollout.n
+        expected = (
+            self.config.data.train_batch_size // self.parameter_sync_step * self.config.actor_rollout_ref.rollout.n
+        )
         failed = expected - len(batch)
         if failed > 0 and self.recipe.on_bad_row == "error":
             raise RuntimeError(
@@ -100,5 +108,3 @@ class OpdTrainerSync(OpdTrainerMixin, PPOTrainerSync):
     """``trainer.v1.trainer_mode=opd_sync``: rollout, update and weight sync take turns on the same devices."""
 
     trainer_mode = LiteralSync()
-
-

@@ -34,7 +34,7 @@ def engine_device() -> Iterator[None]:
             os.environ["VERL_ENGINE_DEVICE"] = before
 
 
-def undecorated(ray_actor: Any) -> type:
+def undecorated(ray_actor: Any) -> Any:
     """The class behind ``@ray.remote``: verl publishes some of its workers only as decorated, which cannot be derived."""
     return ray_actor.__ray_metadata__.modified_class
 

@@ -23,14 +23,17 @@ BASE = str(Path(data_prep.toy.__file__).parent / "base")
 def config(*overrides: str):
     with initialize_config_module("opd_recipes.config", version_base=None):
         return compose(
-            "vision_opd", overrides=["+overlay=[cpu,toy]", f"actor_rollout_ref.model.path={BASE}", *OPTIMIZER, *overrides]
+            "vision_opd",
+            overrides=["+overlay=[cpu,toy]", f"actor_rollout_ref.model.path={BASE}", *OPTIMIZER, *overrides],
         )
 
 
 def start(rank: int = 0, world: int = 1, port: int | None = None) -> None:
     if dist.is_initialized():
         return
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(world)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
 
@@ -81,12 +84,18 @@ def prompt_builder(overrides: tuple[str, ...] = ()):
     worker.tokenizer, worker.processor = model.tokenizer, model.processor
     worker.dataset_cls, worker.mm_processor_kwargs = TwoViewDataset, {}
     worker.builder = create_continuous_token_builder(
-        model.tokenizer, hf_model_type="qwen3_vl", processor=model.processor, chat_template_kwargs={}, mm_processor_kwargs={}
+        model.tokenizer,
+        hf_model_type="qwen3_vl",
+        processor=model.processor,
+        chat_template_kwargs={},
+        mm_processor_kwargs={},
     )
     return worker
 
 
-def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] | None = None, text: str = "") -> list[dict]:
+def rows(
+    responses: list[list[int]], same_view: bool = False, sizes: list[int] | None = None, text: str = ""
+) -> list[dict]:
     """One row for each response, on scenes of their own; ``sizes`` enlarges some student images, so prompts differ."""
     from opd_recipes.dataset import with_images
     from opd_recipes.views import View
@@ -96,11 +105,21 @@ def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] |
     out = []
     for i, response in enumerate(responses):
         scene = make_scene(generator)
-        student, teacher = worker.recipe.student_view(scene.image, scene.bbox), worker.recipe.teacher_view(scene.image, scene.bbox)
+        student, teacher = (
+            worker.recipe.student_view(scene.image, scene.bbox),
+            worker.recipe.teacher_view(scene.image, scene.bbox),
+        )
         if sizes:
             student = student.resize((sizes[i], sizes[i]))
-        question = [{"role": "user", "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?" + text}]}]
-        views = [worker._prompt(with_images(question, [image])) for image in (student, student if same_view else teacher)]
+        question = [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?" + text}],
+            }
+        ]
+        views = [
+            worker._prompt(with_images(question, [image])) for image in (student, student if same_view else teacher)
+        ]
         full = [torch.cat([view.ids, torch.tensor(response, dtype=torch.long)]) for view in views]
         positions = [view.extended(len(ids)) for view, ids in zip(views, full, strict=True)]
         out.append(
@@ -128,11 +147,17 @@ def batch(rows: list[dict], temperature: float = 1.0, packed: bool = False, micr
     for key in rows[0]:
         values = [row[key] for row in rows]
         if isinstance(values[0], torch.Tensor):
-            data[key] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if _ragged_first(key) else _by_planes(values)
+            data[key] = (
+                torch.nested.as_nested_tensor(values, layout=torch.jagged) if _ragged_first(key) else _by_planes(values)
+            )
         else:
             tu.assign_non_tensor_stack(data, key, values)
     tu.assign_non_tensor(
-        data, temperature=temperature, use_remove_padding=packed, use_dynamic_bsz=True, max_token_len_per_gpu=micro_tokens
+        data,
+        temperature=temperature,
+        use_remove_padding=packed,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=micro_tokens,
     )
     return data
 
@@ -162,7 +187,8 @@ def update(student, data: TensorDict) -> dict:
 
 def full_weights(module) -> dict[str, torch.Tensor]:
     return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in module.named_parameters()
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in module.named_parameters()
     }
 
 

@@ -25,7 +25,8 @@ COLOURS = {
     "pink": (255, 130, 190),
 }
 
-STUDENT_VIEW = {"kind": "redbox", "width": 2, "expand": 0.0}
+BOX_WIDTH = 2
+STUDENT_VIEW = {"kind": "redbox", "width": BOX_WIDTH, "expand": 0.0}
 #: A cut-out of 48 px, twice enlarged to 96 px, with the red box in it.
 TEACHER_VIEW = [STUDENT_VIEW, {"kind": "crop", "zoom": 2.0, "padding": 0.25, "min_size": 48}]
 
@@ -35,7 +36,7 @@ OBJECTS = 6
 OBJECT_SIDES = (10, 12, 14, 16)
 BOX_MARGIN = 4
 #: Background between two objects, and between an object and the image's edge: room for the red box of either.
-CLEARANCE = BOX_MARGIN + STUDENT_VIEW["width"] + 2
+CLEARANCE = BOX_MARGIN + BOX_WIDTH + 2
 
 COLOUR_JITTER = 12
 NOISE_GRAIN = 2

@@ -146,4 +146,3 @@ class PlatformCPU(PlatformBase):
     @contextmanager
     def nvtx_range(self, msg):
         yield
-

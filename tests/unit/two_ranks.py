@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import tests.conftest  # noqa: E402, F401  the environment of every test
+import tests.conftest  # noqa: F401  the environment of every test
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 os.environ.update(RANK=str(rank), WORLD_SIZE="2")

@@ -1,0 +1,53 @@
+"""Training runs as a person starts them: a real Ray cluster, a real vLLM server, real FSDP2 ranks, on this machine's CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from opd_recipes.curve import read_metrics
+from tests.harness import BASE
+
+TIMEOUT_S = 600
+
+
+class Run:
+    """A finished run: ``steps[i]`` are the metrics that were logged at step i."""
+
+    def __init__(self, folder: Path, name: str, data: Path, *overrides: str, overlay: str = "[cpu,toy]"):
+        self.folder = folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        metrics = self.folder / "metrics.jsonl"
+        command = [
+            sys.executable,
+            *("-m", "opd_recipes", "--config-name", "vision_opd", f"+overlay={overlay}"),
+            f"actor_rollout_ref.model.path={BASE}",
+            f"data.train_files={data}/train.parquet",
+            f"data.val_files={data}/val.parquet",
+            "trainer.logger=[console,file]",
+            f"trainer.default_local_dir={self.folder}/checkpoints",
+            f"hydra.run.dir={self.folder}/hydra",
+            "data.train_batch_size=16",
+            "actor_rollout_ref.rollout.n=2",
+            "trainer.total_training_steps=2",
+            "trainer.resume_mode=disable",
+            "trainer.val_before_train=false",
+            *overrides,
+        ]
+        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
+        with (self.folder / "log.txt").open("w") as log:
+            done = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False
+            )
+        self.log = (self.folder / "log.txt").read_text(errors="replace")
+        self.returncode = done.returncode
+        self.steps = dict(read_metrics(metrics))
+
+    def ok(self) -> Run:
+        assert self.returncode == 0, "\n".join(self.log.splitlines()[-60:])
+        return self
+
+    def series(self, key: str) -> list[float]:
+        return [metrics[key] for step, metrics in sorted(self.steps.items()) if key in metrics]
