@@ -37,12 +37,15 @@ def run(config: DictConfig) -> None:
     os.environ.update({key: str(value) for key, value in variables.items()})
 
     import ray
+    import ray.exceptions
     from verl.trainer import main_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
-    from opd_recipes.verl_compat import undecorated
+    from opd_recipes.verl_compat import check_version, undecorated
+
+    check_version()
 
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
@@ -55,4 +58,10 @@ def run(config: DictConfig) -> None:
 
             super().run(config)
 
-    main_ppo.run_ppo(config, task_runner_class=ray.remote(TaskRunner))
+    try:
+        main_ppo.run_ppo(config, task_runner_class=ray.remote(TaskRunner))
+    except ray.exceptions.RayTaskError as error:
+        # Found by a worker (a bad row, say): the message is for the user, the remote traceback is not.
+        if isinstance(error.cause, RecipeError):
+            raise error.cause from None
+        raise

@@ -6,6 +6,7 @@ checks it against the rest of the configuration. Both run before Ray starts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
@@ -210,4 +211,15 @@ def check_run(config: Any) -> Recipe:
             f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: a truncated sampler makes the "
             "importance weights wrong; use top_p=1, top_k=-1"
         )
+    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
+        _check_paths(key, OmegaConf.select(config, key))
     return recipe
+
+
+def _check_paths(key: str, value: Any) -> None:
+    """Refuse local files that are not there; addresses (hdfs://, s3://) and hub names are left to verl."""
+    for path in [value] if isinstance(value, str) else list(value or []):
+        # A name like org/model is either a folder here or a hub name, so only what looks like a path is checked.
+        local = "://" not in path and (key.startswith("data.") or path.startswith(("/", "./", "../", "~")))
+        if local and not os.path.exists(os.path.expanduser(path)):
+            raise RecipeError(f"{key}: {path} does not exist on this machine")

@@ -7,6 +7,7 @@ Tested with the release in :data:`TESTED_VERL`. Moving to another release means 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,18 @@ TESTED_VERL = "0.9.1"
 #: Key of our engine in verl's EngineRegistry. verl's own engines hold the keys cuda and npu for every model, so ours
 #: has a key of its own and is asked for by verl's override, the environment variable VERL_ENGINE_DEVICE.
 ENGINE_DEVICE = "opd"
+
+
+def check_version() -> None:
+    """Warn when another release of verl is installed than the one this package was tested with."""
+    import verl
+
+    if verl.__version__ != TESTED_VERL:
+        warnings.warn(
+            f"opd_recipes was tested with verl {TESTED_VERL}, but {verl.__version__} is installed: run "
+            "pytest tests/unit/test_verl_compat.py before trusting a run",
+            stacklevel=2,
+        )
 
 
 @contextmanager

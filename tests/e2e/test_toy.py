@@ -10,7 +10,7 @@ from tests.e2e.runs import Run
 pytestmark = pytest.mark.e2e
 
 #: All responses have the same length (the limit), so all sequences of a batch do.
-EQUAL_LENGTHS = "data.max_response_length=2"
+EQUAL_LENGTHS = "data.max_response_length=1"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def first(folder, data):
 
 
 def test_rollout_and_actor_agree_before_and_after_weight_syncs_with_equal_lengths(first):
-    assert first.series("response_length/min") == first.series("response_length/max") == [2, 2, 2]
+    assert first.series("response_length/min") == first.series("response_length/max") == [1, 1, 1]
     assert min(first.series("opd/rollout_pearson")) >= 0.9999 and len(first.steps) == 3
     assert max(first.series("opd/rollout_gap")) < 2e-3
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -12,9 +13,17 @@ from opd_recipes.registry import RecipeError
 OVERLAYS = "+overlay=[cpu,toy]"
 
 
+FILES = ["data.train_files=README.md", "data.val_files=README.md", "actor_rollout_ref.model.path=org/model"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
 def config(*overrides, name="vision_opd"):
     with initialize_config_module("opd_recipes.config", version_base=None):
-        return compose(name, overrides=list(overrides))
+        return compose(name, overrides=[*FILES, *overrides])
 
 
 def test_vision_opd_has_the_papers_values():
@@ -81,6 +90,9 @@ REFUSED = [
     ("actor_rollout_ref.rollout.temperature=0", "on-policy training samples"),
     ("actor_rollout_ref.rollout.top_p=0.9", "truncated sampler"),
     ("actor_rollout_ref.rollout.top_k=50", "truncated sampler"),
+    ("data.train_files=gone.parquet", "data.train_files: gone.parquet does not exist"),
+    ("data.val_files=[README.md,gone.parquet]", "data.val_files: gone.parquet does not exist"),
+    ("actor_rollout_ref.model.path=/nowhere/model", "actor_rollout_ref.model.path: /nowhere/model does not exist"),
 ]
 
 
@@ -94,6 +106,10 @@ def test_a_section_that_lacks_a_part():
     section = {"views": {"student": "original", "teacher": "original"}}
     with pytest.raises(RecipeError, match="opd: divergence, head_chunk, objective.*missing"):
         Recipe.load(section)
+
+
+def test_addresses_are_left_to_verl():
+    check_run(config("data.train_files=hdfs://cluster/train.parquet", "data.val_files=s3://bucket/val.parquet"))
 
 
 def test_a_configuration_without_the_section():
