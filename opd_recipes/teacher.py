@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from opd_recipes.registry import Registry
 
@@ -42,6 +43,11 @@ def follow(rule: Callable, teacher: nn.Module, student: nn.Module, step: int) ->
     Raises:
         ValueError: The two models have different parameters.
     """
+    for model in (teacher, student):
+        for module in model.modules():
+            # After a forward FSDP2 may have the gathered weights in place (reshard_after_forward=false): those are copies.
+            if isinstance(module, FSDPModule):
+                module.reshard()
     theirs, ours = dict(teacher.named_parameters()), dict(student.named_parameters())
     if theirs.keys() != ours.keys():
         odd = sorted(theirs.keys() ^ ours.keys())

@@ -101,7 +101,9 @@ def gradients_of(rows, *overrides, micro_tokens=4096):
         return 1.0
 
     student.optimizer_step = keep
-    out = harness.update(student, harness.batch(rows, micro_tokens=micro_tokens))
+    out = harness.update(
+        student, harness.batch(rows, packed=student.use_remove_padding, micro_tokens=micro_tokens)
+    )
     return kept, out
 
 
@@ -128,19 +130,22 @@ def test_gradient_does_not_depend_on_micro_batches_or_chunks(rows):
             assert other[key] == pytest.approx(out[key], rel=1e-5), key
 
 
-def test_gradient_does_not_depend_on_the_number_of_ranks(rows, tmp_path):
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, tmp_path, reshard):
     single, out = gradients_of(rows)
     scale = max(g.abs().max().item() for g in single.values())
     torch.save(rows, tmp_path / "rows.pt")
     port = str(harness.free_port())
     script = Path(__file__).parent / "two_ranks.py"
-    ranks = [subprocess.Popen([sys.executable, str(script), str(r), port, str(tmp_path)]) for r in range(2)]
+    option = f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshard}"
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(rank), port, str(tmp_path), option]) for rank in range(2)]
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     result = torch.load(tmp_path / "result.pt")
     assert result["loss"] == pytest.approx(out["loss"], rel=1e-5)
     assert max((result["gradients"][n] - g).abs().max().item() for n, g in single.items()) < 1e-5 * scale
     torch.testing.assert_close(
-        result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.98), rtol=1e-4, atol=0
+        result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.95), rtol=1e-4, atol=0
     )
 
 
@@ -246,6 +251,15 @@ def test_other_divergences_through_the_engine(rows, kind, extra):
     model = load()
     expected = reference.loss(scored(model, model, rows), kind=kind)
     assert out["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_packed_rows_equal_padded_rows(rows):
+    """The layout of GPU runs (use_remove_padding), here with PyTorch's attention in the place of flash-attn."""
+    padded, out = gradients_of(rows)
+    packed, other = gradients_of(rows, "actor_rollout_ref.model.use_remove_padding=true")
+    assert other["loss"] == pytest.approx(out["loss"], rel=1e-5)
+    scale = max(g.abs().max().item() for g in padded.values())
+    assert max((packed[n] - g).abs().max().item() for n, g in padded.items()) < 1e-5 * scale
 
 
 def test_checkpoint_of_the_teacher(rows, tmp_path):

@@ -1,4 +1,4 @@
-"""One of two FSDP2 ranks for ``test_engine``: ``two_ranks.py RANK PORT FOLDER``. Not a test by itself."""
+"""One of two FSDP2 ranks for ``test_engine``: ``two_ranks.py RANK PORT FOLDER [OVERRIDES]``. Not a test by itself."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from tests import harness  # noqa: E402
 
 harness.start(rank, 2, port)
 rows = torch.load(folder / "rows.pt", weights_only=False)
-student, teacher = harness.engines(harness.config())
+student, teacher = harness.engines(harness.config(*sys.argv[4:]))
 kept = {}
 
 
