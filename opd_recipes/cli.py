@@ -25,7 +25,7 @@ def main() -> None:
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for data, logs and results")
     demo.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
-    demo.add_argument("--steps", type=int, default=100, help="training steps of each run")
+    demo.add_argument("--steps", type=int, default=80, help="training steps of each run")
     demo.add_argument("--publish", type=Path, help="also write vision_opd_toy.json and .png to this folder")
     demo.add_argument("overrides", nargs="*", help="more configuration overrides, e.g. opd.teacher.rate=0.05")
     args = parser.parse_args()

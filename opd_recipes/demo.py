@@ -49,7 +49,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         if points is None:
             return 1
         minutes = (time.time() - began) / 60
-        shown = "opd_recipes demo" + (f" --steps {steps}" if steps != 100 else "") + f" --seeds {seed}"
+        shown = "opd_recipes demo" + (f" --steps {steps}" if steps != 80 else "") + f" --seeds {seed}"
         shown += "".join(f" {shlex.quote(o)}" for o in overrides)
         runs.append(record(points, seed=seed, command=shown, steps=steps, minutes=round(minutes, 1)))
         print(summary(points, minutes), flush=True)
@@ -67,7 +67,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
 def make_data(folder: Path, rows: int) -> Path:
     """Make the toy data set, unless it is there already."""
     if not (folder / f"made_{rows}").exists():
-        command = [sys.executable, "-m", "data_prep", "toy", "--out", str(folder), "--train", str(rows), "--val", "256"]
+        command = [sys.executable, "-m", "data_prep", "toy", "--out", str(folder), "--train", str(rows), "--val", "512"]
         subprocess.run(command, check=True)
         (folder / f"made_{rows}").touch()
     return folder.resolve()

@@ -31,4 +31,6 @@ def test_converts_and_trains_two_steps(tmp_path):
         # Photographs of different sizes: prompts of different lengths on both sides.
         assert metrics["prompt_length/min"] < metrics["prompt_length/max"]
         assert metrics["opd/rollout_pearson"] >= 0.9999
-    assert {"val-core/vision_opd_6k@student/acc/mean@1", "val-core/vision_opd_6k@teacher/acc/mean@1"} <= run.steps[2].keys()
+    assert {"val-core/vision_opd_6k@student/acc/mean@1", "val-core/vision_opd_6k@teacher/acc/mean@1"} <= run.steps[
+        2
+    ].keys()

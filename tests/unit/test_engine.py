@@ -101,9 +101,7 @@ def gradients_of(rows, *overrides, micro_tokens=4096):
         return 1.0
 
     student.optimizer_step = keep
-    out = harness.update(
-        student, harness.batch(rows, packed=student.use_remove_padding, micro_tokens=micro_tokens)
-    )
+    out = harness.update(student, harness.batch(rows, packed=student.use_remove_padding, micro_tokens=micro_tokens))
     return kept, out
 
 

@@ -35,5 +35,7 @@ def test_composes_a_valid_configuration(script):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_says_which_variable_is_missing(script):
-    run = subprocess.run(["bash", str(script)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        ["bash", str(script)], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
     assert run.returncode != 0 and re.search(r"MODEL", run.stderr)
