@@ -142,7 +142,9 @@ class TwoViewDataset(RLHFDataset):
         # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
         with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
             faults = pool.map(lambda i: self._fault(dataframe[i]), range(len(dataframe)))
-            reasons = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
+            checked = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
+        reasons = [reason for reason, _ in checked]
+        self._report_tokens([tokens for reason, tokens in checked if not reason])
         bad = [i for i, reason in enumerate(reasons) if reason]
         if bad and self.recipe.on_bad_row == "error":
             listed = "\n".join(f"  {self.locate(i)}: {reasons[i]}" for i in bad[:20])
@@ -161,8 +163,9 @@ class TwoViewDataset(RLHFDataset):
             raise RecipeError(f"{self._where()}: no row is left")
         return dataframe
 
-    def _fault(self, example: dict) -> str | None:
-        """Why a row cannot be used, or None."""
+    def _fault(self, example: dict) -> tuple[str | None, dict[str, int]]:
+        """Why a row cannot be used (or None), and how many tokens each view's prompt has."""
+        tokens: dict[str, int] = {}
         try:
             messages = self._build_messages(example, key=self.prompt_key)
             source = example[ROW_IMAGES]
@@ -170,15 +173,30 @@ class TwoViewDataset(RLHFDataset):
                 raise ViewError(f"no image in '{self.image_key}'")
             for name in ("student", "teacher"):
                 images = source.render(self.recipe.view(name))
-                tokens = self._prompt_length(messages, images)
-                if tokens > self.max_prompt_length:
-                    return (
-                        f"the {name}'s prompt has {tokens} tokens, more than data.max_prompt_length={self.max_prompt_length} "
-                        f"(image of {images[-1].width} x {images[-1].height} pixels)"
-                    )
+                tokens[name] = self._prompt_length(messages, images)
+                if tokens[name] > self.max_prompt_length:
+                    limit = f"data.max_prompt_length={self.max_prompt_length}"
+                    size = f"image of {images[-1].width} x {images[-1].height} pixels"
+                    return f"the {name}'s prompt has {tokens[name]} tokens, more than {limit} ({size})", tokens
         except (ViewError, ValueError, TypeError, KeyError) as error:
-            return str(error)
-        return None
+            return str(error), tokens
+        return None, tokens
+
+    def _report_tokens(self, counts: list[dict[str, int]]) -> None:
+        """Say how long the prompts are, and warn where the processor enlarges what the student's view made small."""
+        if not counts:
+            return
+        mean = {name: sum(count[name] for count in counts) / len(counts) for name in ("student", "teacher")}
+        longest = {name: max(count[name] for count in counts) for name in mean}
+        told = ", ".join(f"{name} mean {mean[name]:.0f}, longest {longest[name]}" for name in mean)
+        print(f"opd_recipes: prompt tokens: {told}")
+        undone = sum(count["student"] > 0.6 * count["teacher"] for count in counts)
+        if "resize" in self.recipe.student_view.kinds and undone > 0.1 * len(counts):
+            print(
+                f"opd_recipes: WARNING: in {undone} of {len(counts)} rows the student's smaller view has more than 60% of the "
+                "teacher's prompt tokens: the processor's min_pixels enlarges it again, or the text outweighs the image. The "
+                "two views then hardly differ. Lower min_pixels (data.mm_processor_kwargs) or use larger images"
+            )
 
     def _prompt_length(self, messages: list[dict], images: list[Image.Image]) -> int:
         text = self.processor.apply_chat_template(

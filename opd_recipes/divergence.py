@@ -63,6 +63,20 @@ def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return kl(log_p, log_q)
 
 
+@KINDS.register("bc_reverse_kl")
+def bc_reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Bias-corrected reverse KL, sum p log(p / q) - p + q over the kept ids (RP-OPSD, arXiv 2607.24447).
+
+    With full-softmax probabilities over a part of the vocabulary, each term is >= 0 and 0 only where p = q; its derivative
+    in p is log(p / q). Over the whole vocabulary the correction vanishes and it is the reverse KL.
+    """
+    p, difference = log_p.exp(), log_p - log_q
+    clamped = difference.clamp(-1, 1)
+    near = p * (clamped + torch.expm1(-clamped))  # the same without its cancellation near p = q
+    far = p * difference - p + log_q.exp()
+    return torch.where(difference.abs() <= 1, near, far).sum(-1)
+
+
 @SUPPORTS.register("student")
 def student_support(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> torch.Tensor:
     """The ids of the student's ``topk`` most likely tokens. Shapes: (N, V), (N, V) -> (N, topk)."""
@@ -148,9 +162,14 @@ def refuse_senseless(kind: str, support: str, tail: str, topk: int, options: dic
         )
     if topk < 1:
         raise RecipeError(f"opd.divergence.topk: must be at least 1, got {topk}")
+    if kind == "bc_reverse_kl" and (support, tail) != ("teacher", "none"):
+        raise RecipeError(
+            f"opd.divergence: kind=bc_reverse_kl is defined on the teacher's top-K without a tail, not with support={support} "
+            f"and tail={tail}; set support=teacher and tail=none, or use kind=reverse_kl"
+        )
     if support == "full" and tail != "none":
         raise RecipeError(f"opd.divergence: support=full leaves no tail to treat, but tail={tail}; set tail=none")
-    if support != "full" and tail == "none":
+    if support != "full" and tail == "none" and kind != "bc_reverse_kl":
         raise RecipeError(
             f"opd.divergence: kind={kind} over {support}'s top-K without a tail is no divergence (it can be negative "
             "and its minimum is not at the teacher); set tail=bucket or tail=renormalise, or support=full"

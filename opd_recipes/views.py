@@ -86,6 +86,22 @@ def crop(
     return zoomed, moved
 
 
+@VIEWS.register("resize")
+def resize(image: Image.Image, box: Box | None, *, scale: float) -> tuple[Image.Image, Box | None]:
+    """Scale both sides, Lanczos (RP-OPSD, arXiv 2607.24447: 0.5 for the student, a quarter of the pixels).
+
+    The processor must not undo it: see the warning in :mod:`opd_recipes.dataset`.
+    """
+    if not 0 < scale <= 4:
+        raise ViewError(f"resize: scale must be above 0 and at most 4, got {scale}")
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    smaller = image.resize(size, Image.Resampling.LANCZOS)
+    if box is None:
+        return smaller, None
+    sx, sy = size[0] / image.width, size[1] / image.height
+    return smaller, (box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy)
+
+
 def _span(low: float, high: float, padding: float, min_size: int, limit: int) -> tuple[int, int]:
     """The padded, grown and shifted interval of ``crop`` along one axis, in whole pixels."""
     side = max((high - low) * (1 + 2 * padding), float(min_size))

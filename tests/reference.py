@@ -27,6 +27,8 @@ def divergence(student_logits, teacher_logits, kind="jsd", alpha=0.5, support="s
             p, q = torch.cat([p, 1 - p.sum(0, keepdim=True)]), torch.cat([q, 1 - q.sum(0, keepdim=True)])
         elif tail == "renormalise":
             p, q = p / p.sum(), q / q.sum()
+    if kind == "bc_reverse_kl":
+        return sum(a * torch.log(a / b) - a + b for a, b in zip(p, q, strict=True))
     if kind == "forward_kl":
         return kl(q, p)
     if kind == "reverse_kl":

@@ -16,13 +16,13 @@ TIMEOUT_S = 600
 class Run:
     """A finished run: ``steps[i]`` are the metrics that were logged at step i."""
 
-    def __init__(self, folder: Path, name: str, data: Path, *overrides: str, overlay: str = "[cpu,toy]"):
+    def __init__(self, folder: Path, name: str, data: Path, *overrides: str, overlay="[cpu,toy]", recipe="vision_opd"):
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics = self.folder / "metrics.jsonl"
         command = [
             sys.executable,
-            *("-m", "opd_recipes", "--config-name", "vision_opd", f"+overlay={overlay}"),
+            *("-m", "opd_recipes", "--config-name", recipe, f"+overlay={overlay}"),
             f"actor_rollout_ref.model.path={BASE}",
             f"data.train_files={data}/train.parquet",
             f"data.val_files={data}/val.parquet",

@@ -115,6 +115,15 @@ def test_bad_rows_can_be_left_out(tmp_path, capsys):
     assert "skipped 1 of 3 rows, e.g." in capsys.readouterr().out
 
 
+def test_says_how_long_the_prompts_are_and_warns_where_the_views_hardly_differ(tmp_path, capsys):
+    views = ["opd.views.student=[{kind: resize, scale: 0.5}]", "opd.views.teacher=[{kind: original}]"]
+    load(tmp_path, [row(i, size=(240, 240)) for i in range(2)], *views)
+    out = capsys.readouterr().out
+    assert "prompt tokens: student mean" in out and "teacher mean" in out and "WARNING" not in out
+    load(tmp_path, [row(i, size=(64, 64)) for i in range(2)], *views)
+    assert "in 2 of 2 rows the student's smaller view has more than 60%" in capsys.readouterr().out
+
+
 def test_no_row_left(tmp_path):
     with pytest.raises(RecipeError, match="no row is left"):
         load(tmp_path, [{**row(1), "bbox": [1.0, 1.0, 1.0, 1.0]}], "opd.on_bad_row=skip")

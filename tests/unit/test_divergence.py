@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd_recipes.divergence import Divergence, jsd
+from opd_recipes.divergence import Divergence, bc_reverse_kl, jsd
 from opd_recipes.registry import RecipeError
 from tests import reference
 
@@ -20,6 +20,9 @@ CASES = [
         ("full", "none"),
     )
 ]
+
+
+CASES.append(("bc_reverse_kl", "teacher", "none"))
 
 
 def logits(seed, positions=6, vocabulary=23):
@@ -98,6 +101,22 @@ def test_equal_models_give_exactly_zero(kind, support, tail):
     assert (value == 0).all()
 
 
+def test_bias_corrected_reverse_kl_by_hand():
+    p, q = torch.tensor([0.5, 0.2]), torch.tensor([0.25, 0.4])
+    by_hand = 0.5 * math.log(2) - 0.5 + 0.25 + 0.2 * math.log(0.5) - 0.2 + 0.4
+    assert bc_reverse_kl(p.log(), q.log()).item() == pytest.approx(by_hand, abs=1e-6)
+    log_p = p.log().requires_grad_()
+    bc_reverse_kl(log_p, q.log()).backward()
+    torch.testing.assert_close(log_p.grad / p, (p / q).log())  # d/dp = log(p / q)
+
+
+def test_bias_corrected_reverse_kl_over_everything_is_the_reverse_kl():
+    student, teacher = (x.float() for x in logits(9))
+    ours, _ = Divergence("bc_reverse_kl", "teacher", "none", 23)(student, teacher)
+    plain, _ = Divergence("reverse_kl", "full", "none", 1)(student, teacher)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+
+
 def test_close_models_are_told_apart_to_full_accuracy():
     student, _ = logits(6)
     teacher = student + 1e-4 * logits(7)[0]
@@ -138,8 +157,13 @@ def test_impossible_tokens_do_not_make_nan():
     student, teacher = (x.float().clone() for x in logits(4))
     student[:, 20:] = teacher[:, 20:] = -math.inf  # padded vocabulary
     student.requires_grad_()
-    for kind in ("jsd", "forward_kl", "reverse_kl"):
-        value, _ = Divergence(kind, "full", "none", 1)(student, teacher)
+    for kind, support in (
+        ("jsd", "full"),
+        ("forward_kl", "full"),
+        ("reverse_kl", "full"),
+        ("bc_reverse_kl", "teacher"),
+    ):
+        value, _ = Divergence(kind, support, "none", 23)(student, teacher)
         (grad,) = torch.autograd.grad(value.sum(), student)
         assert value.isfinite().all() and grad.isfinite().all()
 
@@ -158,8 +182,11 @@ def test_nearly_certain_model_has_a_finite_tail_and_gradient():
     [
         (("jsd", "student", "none", 5), "tail=bucket"),
         (("jsd", "full", "bucket", 5), "tail=none"),
+        (("bc_reverse_kl", "student", "none", 5), "support=teacher and tail=none"),
+        (("bc_reverse_kl", "teacher", "bucket", 5), "support=teacher and tail=none"),
+        (("bc_reverse_kl", "full", "none", 5), "use kind=reverse_kl"),
         (("jsd", "student", "bucket", 0), "at least 1"),
-        (("jds", "student", "bucket", 5), "known: forward_kl, jsd, reverse_kl"),
+        (("jds", "student", "bucket", 5), "known: bc_reverse_kl, forward_kl, jsd, reverse_kl"),
         (("jsd", "both", "bucket", 5), "known: full, student, teacher"),
         (("jsd", "student", "keep", 5), "known: bucket, none, renormalise"),
     ],

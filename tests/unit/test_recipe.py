@@ -42,6 +42,29 @@ def test_vision_opd_has_the_papers_values():
     assert c.distillation.enabled is False
 
 
+def test_rp_opsd_has_the_papers_values():
+    recipe = check_run(c := config(name="rp_opsd"))
+    assert c.opd.divergence == {"kind": "bc_reverse_kl", "support": "teacher", "tail": "none", "topk": 100}
+    assert c.opd.views.student == [{"kind": "resize", "scale": 0.5}] and recipe.teacher_view.kinds == ["original"]
+    assert recipe.teacher.keywords == {"rate": 0.05} and recipe.objective.aggregation == "token_mean"
+    assert not recipe.needs_box
+    check_run(config("+overlay=[cpu,toy,toy_rp_opsd]", name="rp_opsd"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("opd.divergence.support=student", "set support=teacher and tail=none"),
+        ("opd.divergence.tail=bucket", "set support=teacher and tail=none"),
+        ("+opd.divergence.alpha=0.5", "'bc_reverse_kl' has no option 'alpha'"),
+        ("opd.views.student=[{kind: resize}]", "'resize' needs scale"),
+    ],
+)
+def test_rp_opsd_refuses_what_would_be_another_method(override, words):
+    with pytest.raises(RecipeError, match=words):
+        check_run(config(override, name="rp_opsd"))
+
+
 @pytest.mark.parametrize("overlay", ["cpu", "toy", "vision_opd_6k", "[cpu,toy]", "[cpu,toy,vision_opd_6k]"])
 def test_overlays_make_valid_recipes(overlay):
     check_run(config(f"+overlay={overlay}"))
@@ -56,7 +79,7 @@ REFUSED = [
     ("opd.teacher.rate=0", r"must be in \(0, 1\]"),
     ("opd.teacher.rate=1.5", r"must be in \(0, 1\]"),
     ("opd.teacher={kind: frozen, rate: 0.1}", "'frozen' has no option 'rate'"),
-    ("opd.divergence.kind=jsb", "known: forward_kl, jsd, reverse_kl"),
+    ("opd.divergence.kind=jsb", "known: bc_reverse_kl, forward_kl, jsd, reverse_kl"),
     ("opd.divergence.alpha=0", "forward_kl"),
     ("opd.divergence.alpha=1", "reverse_kl"),
     ("opd.divergence.kind=forward_kl", "'forward_kl' has no option 'alpha'"),

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 
 from opd_recipes.registry import RecipeError
-from opd_recipes.views import View, ViewError, check_box, crop, original, redbox
+from opd_recipes.views import View, ViewError, check_box, crop, original, redbox, resize
 
 
 def gradient(width=64, height=48):
@@ -66,6 +66,17 @@ def test_crop_of_a_fraction_of_a_pixel():
     assert view.size == (4, 4)  # the two source pixels that a one-pixel window around it touches
 
 
+def test_resize_scales_image_and_box():
+    half, box = resize(gradient(), (20, 10, 30, 18), scale=0.5)
+    assert half.size == (32, 24) and box == (10, 5, 15, 9)
+    assert abs(int(np.asarray(half)[12, 16, 0]) - 32) <= 1
+    tiny, box = resize(gradient(1, 1), None, scale=0.5)
+    assert tiny.size == (1, 1) and box is None
+    for scale in (0, -1, 5):
+        with pytest.raises(ViewError, match="scale must be above 0"):
+            resize(gradient(), None, scale=scale)
+
+
 @pytest.mark.parametrize(
     ("box", "words"),
     [
@@ -95,7 +106,7 @@ def test_views_compose():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("blur", "opd.views.student: unknown value 'blur'; known: provided, crop, original, redbox"),
+        ("blur", "opd.views.student: unknown value 'blur'; known: provided, crop, original, redbox, resize"),
         ([], "name at least one step"),
         ({"kind": "crop", "zom": 2}, "no option 'zom'"),
         ({"kind": "crop", "zoom": "big"}, "opd.views.student.zoom: expected float"),
