@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,8 @@ def train(command: Sequence[str], folder: Path, steps: int, prefix: str = "") ->
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
     print(f"{prefix}training; the whole log is in {log}", flush=True)
     line = ProgressLine(prefix)
+    # Ended by a signal, the demo ends its training too: sys.exit runs the clean-up below.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:

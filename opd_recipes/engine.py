@@ -38,6 +38,25 @@ TEACHER_COLUMNS = {
 }
 
 
+def response_index(micro_batch: TensorDict, packed: bool) -> torch.Tensor:
+    """(N,) positions in the flattened model input whose next token is a response token, row after row.
+
+    The logits at position i predict token i + 1: a response of r tokens that ends at position e is predicted at
+    e - r - 1 ... e - 2. Packed rows follow one another; padded rows start at multiples of the longest row.
+    """
+    offsets = micro_batch["input_ids"].offsets()
+    lengths, responses = offsets.diff(), micro_batch["responses"].offsets().diff()
+    starts = offsets[:-1] if packed else torch.arange(len(lengths), device=lengths.device) * lengths.max()
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), responses)
+    within = torch.arange(len(row), device=lengths.device) - micro_batch["responses"].offsets()[:-1][row]
+    return (starts + lengths - responses - 1)[row] + within
+
+
+def _packed(micro_batch: TensorDict) -> bool:
+    """The layout in which verl's ``prepare_model_inputs`` will put this micro-batch: the same key, the same default."""
+    return tu.get_non_tensor_data(micro_batch, "use_remove_padding", True)
+
+
 class _HeadEngine(FSDPEngineWithLMHead):
     """verl's FSDP2 engine, with :class:`StreamedHead` for an ``lm_head``."""
 
@@ -55,24 +74,6 @@ class _HeadEngine(FSDPEngineWithLMHead):
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype=dtype)
         with mixed, self.head.serving(request):
             return self.module(**model_inputs, use_cache=False).logits
-
-    @staticmethod
-    def _response_index(micro_batch: TensorDict) -> torch.Tensor:
-        """(N,) positions in the flattened model input whose next token is a response token, row after row.
-
-        The logits at position i predict token i + 1: a response of r tokens that ends at position e is predicted at
-        e - r - 1 ... e - 2. Packed rows follow one another; padded rows start at multiples of the longest row.
-        """
-        lengths = micro_batch["input_ids"].offsets().diff()
-        responses = micro_batch["responses"].offsets().diff()
-        if tu.get_non_tensor_data(micro_batch, "use_remove_padding", True):
-            starts = micro_batch["input_ids"].offsets()[:-1]
-        else:
-            starts = torch.arange(len(lengths), device=lengths.device) * lengths.max()
-        first = starts + lengths - responses - 1
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), responses)
-        within = torch.arange(len(row), device=lengths.device) - micro_batch["responses"].offsets()[:-1][row]
-        return first[row] + within
 
 
 class TeacherEngine(_HeadEngine):
@@ -102,7 +103,7 @@ class TeacherEngine(_HeadEngine):
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
         assert forward_only, "the teacher has no backward"
         micro_batch = micro_batch.to(get_device_id())
-        answer = self._answer(micro_batch, HiddenRequest(self._response_index(micro_batch)))
+        answer = self._answer(micro_batch, HiddenRequest(response_index(micro_batch, _packed(micro_batch))))
         rows = answer["hidden"].split(micro_batch["responses"].offsets().diff().tolist())
         hidden = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
         return None, {"model_output": {"hidden": hidden}, "loss": 0.0, "metrics": {}}
@@ -181,7 +182,7 @@ class StudentEngine(_HeadEngine):
         if loss_function is not None:
             teacher = (micro_batch["teacher_hidden"].values(), self._teacher_weight)
         request = ScoreRequest(
-            self._response_index(micro_batch),
+            response_index(micro_batch, _packed(micro_batch)),
             micro_batch["responses"].values(),
             temperature=float(micro_batch["temperature"]),
             chunk=self.recipe.head_chunk,
@@ -223,9 +224,6 @@ def loss_function(recipe: Recipe) -> Callable:
 def _spread(values: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
     """Put (N,) response values at the positions that predict them, zero elsewhere: the nested (B, length) verl expects."""
     offsets = micro_batch["input_ids"].offsets()
-    lengths, responses = offsets.diff(), micro_batch["responses"].offsets().diff()
     full = values.new_zeros(int(offsets[-1]))
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), responses)
-    within = torch.arange(len(row), device=values.device) - micro_batch["responses"].offsets()[:-1][row]
-    full[(offsets[1:] - responses - 1)[row] + within] = values
+    full[response_index(micro_batch, packed=True)] = values
     return torch.nested.nested_tensor_from_jagged(full, offsets)
