@@ -31,7 +31,8 @@ def run(config: DictConfig) -> None:
     """
     from opd_recipes.recipe import check_run
 
-    check_run(config)
+    # On an existing cluster the trainer may run on another node than this process: it checks the files itself.
+    check_run(config, files="RAY_ADDRESS" not in os.environ)
     # verl reads its platform when it is imported; the workers get the same variables through Ray's runtime environment.
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     os.environ.update({key: str(value) for key, value in variables.items()})

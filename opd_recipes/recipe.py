@@ -183,8 +183,11 @@ _CLASHES = [
 ]
 
 
-def check_run(config: Any) -> Recipe:
+def check_run(config: Any, files: bool = True) -> Recipe:
     """Check the whole configuration, and return its recipe.
+
+    Args:
+        files: Whether data and model must be on this machine already.
 
     Raises:
         RecipeError: The first setting that is wrong or that clashes, named with the remedy.
@@ -211,8 +214,9 @@ def check_run(config: Any) -> Recipe:
             f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: a truncated sampler makes the "
             "importance weights wrong; use top_p=1, top_k=-1"
         )
-    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
-        _check_paths(key, OmegaConf.select(config, key))
+    if files:
+        for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
+            _check_paths(key, OmegaConf.select(config, key))
     return recipe
 
 

@@ -140,3 +140,18 @@ def test_rp_opsd_trains_on_pairs_without_boxes(folder, data):
         metrics = run.steps[step]
         assert metrics["opd/divergence"] > 0 and metrics["opd/rollout_pearson"] >= 0.9999
         assert metrics["prompt_length/max"] == 29  # 9 image tokens of the 36 that the whole scene has
+
+
+def test_a_bad_row_stops_the_run_with_its_place(folder, data):
+    rows = datasets.load_dataset("parquet", data_files=str(data / "train.parquet"), cache_dir=str(folder))["train"]
+    broken = folder / "broken"
+    broken.mkdir()
+    rows.map(lambda row, i: {"bbox": [9.0, 9.0, 9.0, 9.0] if i == 5 else row["bbox"]}, with_indices=True).to_parquet(
+        broken / "train.parquet"
+    )
+    (broken / "val.parquet").write_bytes((data / "val.parquet").read_bytes())
+    run = Run(folder, "broken_run", broken)
+    assert run.returncode == 1
+    assert "opd_recipes: 1 of 96 rows cannot be used:" in run.log
+    assert f"{broken}/train.parquet, row 5: bbox [9.0, 9.0, 9.0, 9.0] is empty" in run.log
+    assert "Mend or remove them, or set opd.on_bad_row=skip to leave them out" in run.log.splitlines()[-1]
