@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
-	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

@@ -86,12 +86,9 @@ class TwoViewDataset(RLHFDataset):
 
     def set_views(self, views: tuple[str, ...]) -> None:
         """Give every row once for each of ``views``; its data source becomes ``<data_source>@<view>``."""
+        column = self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None] * len(self)
         missing = [
-            self.locate(i)
-            for i, reward in enumerate(
-                self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None]
-            )
-            if not reward or reward.get("ground_truth") is None
+            self.locate(i) for i, reward in enumerate(column) if not reward or reward.get("ground_truth") is None
         ]
         if missing:
             raise RecipeError(
@@ -126,6 +123,7 @@ class TwoViewDataset(RLHFDataset):
     def maybe_filter_out_long_prompts(self, dataframe=None):
         """Check every row: both views can be drawn, and both prompts fit. verl calls this once the files are read."""
         self._file_starts = _file_starts(self.data_files)
+        self._kept: list[int] = list(range(len(dataframe)))
         columns = set(dataframe.column_names)
         for column in (self.prompt_key, self.image_key, "data_source"):
             if column not in columns:
@@ -157,8 +155,8 @@ class TwoViewDataset(RLHFDataset):
             print(
                 f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}"
             )
-            keep = sorted(set(range(len(dataframe))) - set(bad))
-            dataframe = dataframe.select(keep)
+            self._kept = sorted(set(self._kept) - set(bad))
+            dataframe = dataframe.select(self._kept)
         if len(dataframe) == 0:
             raise RecipeError(f"{self._where()}: no row is left")
         return dataframe
@@ -215,7 +213,8 @@ class TwoViewDataset(RLHFDataset):
         return ", ".join(str(file) for file in self.original_data_files)
 
     def locate(self, row: int) -> str:
-        """File and row for a message."""
+        """File and row for a message; ``row`` counts the rows that are used."""
+        row = self._kept[row]
         if self.max_samples > 0 and self.shuffle:
             return f"row {row} of the {self.max_samples} sampled from {self._where()}"
         file = bisect_right(self._file_starts, row) - 1

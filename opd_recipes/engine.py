@@ -91,6 +91,7 @@ class TeacherEngine(_HeadEngine):
             optimizer_config=student.optimizer_config,
             checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
         )
+        teacher._is_offload_optimizer = False  # there is none, and verl moves it on loading without looking
         teacher.initialize()
         return teacher
 
@@ -128,7 +129,8 @@ class TeacherEngine(_HeadEngine):
     def head_weight(self) -> torch.Tensor:
         """The whole head (V, D) in the compute dtype, gathered from its shards."""
         weight = self.head.weight.detach().to(device=get_device_id(), dtype=self._autocast_dtype)
-        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        # A gathered weight that FSDP2 still holds is its storage, which it will free.
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone()
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device=ENGINE_DEVICE)
@@ -142,6 +144,7 @@ class StudentEngine(_HeadEngine):
         self.teacher, self.recipe = teacher, recipe
         self.finite_steps = 0
         self.skipped_steps = 0
+        self.skipped_in_a_row = 0
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
         """One update. ``loss_function`` is :func:`distill` bound by the worker; the data has the teacher's columns."""
@@ -151,20 +154,28 @@ class StudentEngine(_HeadEngine):
         with self.teacher.eval_mode():
             data["teacher_hidden"] = self.teacher.hidden_states(data)
             self._teacher_weight = self.teacher.head_weight()
-            student = data.exclude(*TEACHER_COLUMNS)
-            self._normaliser = self._count(student)
-            output = super().train_batch(student, loss_function)
-            self._teacher_weight = None
-            self._after_step(output["metrics"])
+        student = data.exclude(*TEACHER_COLUMNS)
+        self._normaliser = self._count(student)
+        output = super().train_batch(student, loss_function)
+        self._teacher_weight = None
+        self._after_step(output["metrics"])
         return output
 
     def _after_step(self, metrics: dict) -> None:
         """Let the teacher follow, but only a step that was taken: verl skips the optimizer on a non-finite gradient."""
         if math.isfinite(metrics["grad_norm"]):
             self.finite_steps += 1
-            follow(self.recipe.teacher, self.teacher.module, self.module, self.finite_steps)
+            self.skipped_in_a_row = 0
+            with self.teacher.eval_mode():
+                follow(self.recipe.teacher, self.teacher.module, self.module, self.finite_steps)
         else:
             self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= self.recipe.max_skipped_updates:
+                raise FloatingPointError(
+                    f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite (opd.max_skipped_updates). "
+                    "Neither student nor teacher has moved since; continue from the last checkpoint with a lower learning rate"
+                )
         metrics["opd/skipped_updates"] = Metric(AggregationType.MAX, self.skipped_steps)
 
     def _count(self, data: TensorDict) -> Normaliser:

@@ -76,20 +76,20 @@ class Objective:
 
     def importance(
         self, log_probs: torch.Tensor, rollout: torch.Tensor | None, old: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The detached importance weight of each token, (N,).
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two detached factors of each token's importance weight, (N,): between engines and between policies.
 
         With one update per batch ``old`` is None: the policy that trains is the one that sampled, and only the two
         engines differ. With several, the engine's part uses ``old`` and the policy's part is clipped by itself.
         """
         log_probs = log_probs.detach()
         behaviour = log_probs if old is None else old
-        weight = torch.ones_like(log_probs)
+        engines = policies = torch.ones_like(log_probs)
         if self.rollout_is_cap is not None and rollout is not None:
-            weight = (behaviour - rollout).exp().clamp(max=self.rollout_is_cap)
+            engines = (behaviour - rollout).exp().clamp(max=self.rollout_is_cap)
         if old is not None:
-            weight = weight * (log_probs - old).exp().clamp(max=math.inf if self.is_clip is None else self.is_clip)
-        return weight
+            policies = (log_probs - old).exp().clamp(max=math.inf if self.is_clip is None else self.is_clip)
+        return engines, policies
 
 
 #: Prefix of the metrics from which :func:`pearson` is computed once they have been added up over the global batch.
@@ -134,9 +134,9 @@ def distill_loss(
     """
     mask = mask.to(outputs["divergence"].dtype)
     coefficient = objective.token_coefficients(mask, lengths, total)
-    importance = objective.importance(outputs["log_probs"], rollout_log_probs, old_log_probs)
+    engines, policies = objective.importance(outputs["log_probs"], rollout_log_probs, old_log_probs)
+    importance = engines * policies
     token_loss = importance * weights(outputs) * outputs["divergence"]
-    # A masked token may hold anything, NaN included: it must not reach the sum.
     loss = (coefficient * token_loss.where(mask > 0, 0.0)).sum()
 
     share = mask.double() * (total.world / max(total.tokens, 1))
@@ -154,5 +154,5 @@ def distill_loss(
         means["opd/rollout_gap"] = (ours - theirs).abs()
         means |= {MOMENTS + name: value for name, value in _moments(ours, theirs).items()}
     if objective.rollout_is_cap is not None:
-        means["opd/importance_capped"] = (importance >= objective.rollout_is_cap).float()
+        means["opd/importance_capped"] = (engines >= objective.rollout_is_cap).float()
     return loss, {key: (share * value.where(mask > 0, 0.0)).sum().item() for key, value in means.items()}

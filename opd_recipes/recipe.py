@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from opd_recipes.divergence import Divergence
 from opd_recipes.loss import Objective
-from opd_recipes.registry import RecipeError
+from opd_recipes.registry import RecipeError, check_types
 from opd_recipes.selection import SELECTIONS
 from opd_recipes.teacher import TEACHERS
 from opd_recipes.views import View
@@ -41,6 +41,7 @@ class Recipe:
         poll_interval: Seconds between two looks at the rollout queue.
         seeded_rollouts: Whether each response is sampled with a seed of its own, made from ``rollout.seed``, the step, the
             row and the rollout's number, so that a run can be repeated. Costs vLLM some speed in large batches.
+        max_skipped_updates: Updates in a row with a gradient that is not finite after which the run stops.
     """
 
     student_view: View
@@ -55,6 +56,7 @@ class Recipe:
     head_chunk: int
     poll_interval: float
     seeded_rollouts: bool
+    max_skipped_updates: int
 
     @classmethod
     def load(cls, section: Mapping[str, Any]) -> Recipe:
@@ -65,12 +67,22 @@ class Recipe:
         """
         section = _plain(section)
         parts = {"views", "teacher", "divergence", "weights", "selection", "objective"}
-        settings = {"validation_views", "on_bad_row", "head_chunk", "poll_interval", "seeded_rollouts"}
+        settings = {
+            "validation_views",
+            "on_bad_row",
+            "head_chunk",
+            "poll_interval",
+            "seeded_rollouts",
+            "max_skipped_updates",
+        }
         _expect("opd", section, parts | settings)
         views = section["views"]
         _expect("opd.views", views, {"student", "teacher"})
         _expect("opd.divergence", section["divergence"], {"kind", "support", "tail", "topk"}, extra={"alpha"})
         _expect("opd.objective", section["objective"], {f.name for f in fields(Objective)})
+        check_types("opd.divergence", section["divergence"], {"topk": int, "alpha": float})
+        check_types("opd.objective", section["objective"], get_type_hints(Objective))
+        check_types("opd", section, {key: get_type_hints(cls)[key] for key in settings - {"validation_views"}})
         recipe = cls(
             student_view=View(views["student"], "opd.views.student"),
             teacher_view=View(views["teacher"], "opd.views.teacher"),
@@ -84,6 +96,7 @@ class Recipe:
             head_chunk=section["head_chunk"],
             poll_interval=section["poll_interval"],
             seeded_rollouts=section["seeded_rollouts"],
+            max_skipped_updates=section["max_skipped_updates"],
         )
         recipe._check()
         return recipe
@@ -102,6 +115,8 @@ class Recipe:
             raise RecipeError(f"opd.on_bad_row: unknown value {self.on_bad_row!r}; known: error, skip")
         if self.head_chunk < 1:
             raise RecipeError(f"opd.head_chunk: must be at least 1, got {self.head_chunk}")
+        if self.max_skipped_updates < 1:
+            raise RecipeError(f"opd.max_skipped_updates: must be at least 1, got {self.max_skipped_updates}")
         if self.poll_interval <= 0:
             raise RecipeError(f"opd.poll_interval: must be above 0 seconds, got {self.poll_interval}")
 
@@ -171,6 +186,14 @@ _CLASHES = [
     _Clash("actor_rollout_ref.model.use_fused_kernels", bool, "must be false: the streamed head takes its place"),
     _Clash("actor_rollout_ref.model.lora_rank", lambda v: (v or 0) > 0, "must be 0: LoRA is not supported yet"),
     _Clash("actor_rollout_ref.actor.use_kl_loss", bool, "must be false: the distillation loss has no KL term"),
+    _Clash(
+        "actor_rollout_ref.actor.fsdp_config.model_dtype",
+        lambda v: v not in (None, "fp32", "float32"),
+        "must be fp32: a teacher that averages in 16 bits never moves (compute is in bf16 all the same, see mixed_precision)",
+    ),
+    _Clash("algorithm.filter_groups.enable", bool, "must be false: training rollouts have no reward to filter by"),
+    _Clash("critic.enable", bool, "must be false: the loss has no value function"),
+    _Clash("trainer.critic_warmup", lambda v: (v or 0) > 0, "must be 0: the first updates would be skipped"),
     _Clash("algorithm.use_kl_in_reward", bool, "must be false: no reward is used"),
     _Clash(
         "actor_rollout_ref.actor.entropy_coeff",

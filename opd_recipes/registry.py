@@ -71,16 +71,22 @@ class Registry:
         entry = self.get(kind, where)
         known = self.options(kind)
         hints = get_type_hints(entry)
-        for key, value in spec.items():
+        for key in spec:
             if key not in known:
                 listed = ", ".join(known) or "none"
                 raise RecipeError(f"{where}: '{kind}' has no option {key!r}; its options: {listed}")
-            if key in hints and not _fits(value, hints[key]):
-                raise RecipeError(f"{where}.{key}: expected {_readable(hints[key])}, got {value!r}")
+        check_types(where, spec, hints)
         missing = [p.name for p in known.values() if p.default is inspect.Parameter.empty and p.name not in spec]
         if missing:
             raise RecipeError(f"{where}: '{kind}' needs {', '.join(missing)}")
         return partial(entry, **spec)
+
+
+def check_types(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` for the first of ``values`` that is not of its type in ``hints``."""
+    for key, value in values.items():
+        if key in hints and not _fits(value, hints[key]):
+            raise RecipeError(f"{where}.{key}: expected {_readable(hints[key])}, got {value!r}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -90,6 +96,8 @@ def _fits(value: Any, hint: Any) -> bool:
             inner = get_args(hint)
             return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
         return any(_fits(value, option) for option in get_args(hint))
+    if hint is type(None):
+        return value is None
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

@@ -102,7 +102,7 @@ class TwoViewAgentLoopWorker(_Worker):
             )
         except Exception as error:
             # verl waits for a status of every prompt: without one the step would hang.
-            logger.exception(f"row {prompt.get('index')}: the views cannot be prepared: {error}")
+            logger.exception(f"row {prompt.get(ROW_NUMBER)} of the rows in use: the views cannot be prepared: {error}")
             partition = "val" if trajectory["validate"] else "train"
             await tq.async_kv_put(key=prompt["uid"], partition_id=partition, tag={"status": "failure"})
             return

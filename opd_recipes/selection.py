@@ -1,4 +1,7 @@
-"""Selection: which finished rollouts the teacher is asked about, ``select(count) -> indices`` into the step's rollouts."""
+"""Selection: which finished rollouts the teacher is asked about, ``select(count) -> indices`` into the step's rollouts.
+
+So far there is only ``all``; the trainer has no step yet that leaves rollouts out.
+"""
 
 from __future__ import annotations
 

@@ -112,18 +112,28 @@ class ScoreRequest:
         hidden = hidden.flatten(0, -2)[self.index]
         if len(self.index) == 0:
             return self._empty(hidden, weight)
+        gradient = None if weight.dtype == torch.float32 else _GradientSum()
+        if gradient is not None:
+            weight = _Collect.apply(weight, gradient)
         parts = []
         for start in range(0, len(self.index), self.chunk):
             rows = slice(start, start + self.chunk)
             other = self.teacher[0][rows] if self.teacher else None
             # Recomputing a chunk in backward is what keeps its logits from being stored.
-            parts.append(checkpoint(self._score, hidden[rows], weight, self.labels[rows], other, use_reentrant=False))
+            parts.append(
+                checkpoint(self._score, hidden[rows], weight, self.labels[rows], other, gradient, use_reentrant=False)
+            )
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _score(
-        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, teacher_hidden: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        teacher_hidden: torch.Tensor | None,
+        gradient: _GradientSum | None,
     ) -> HeadOutput:
-        logits = self._logits(hidden, weight)
+        logits = self._logits(hidden, weight, gradient)
         out = {"log_probs": _label_log_probs(logits, labels), "entropy": _entropy(logits.detach())}
         if teacher_hidden is None or self.teacher is None or self.divergence is None:
             return out
@@ -134,8 +144,9 @@ class ScoreRequest:
         out["divergence"], mass = self.divergence(logits, teacher_logits)
         return out | mass
 
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, weight).float() / self.temperature
+    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum | None = None) -> torch.Tensor:
+        product = F.linear(hidden, weight) if gradient is None else _ChunkLinear.apply(hidden, weight, gradient)
+        return product.float() / self.temperature
 
     def _empty(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
         """No position at all (every response is empty): zeros that stay in the graph, so that FSDP can run backward."""
@@ -144,6 +155,46 @@ class ScoreRequest:
         if self.teacher:
             keys += ["divergence", "teacher_log_probs", "teacher_entropy", "student_mass", "teacher_mass"]
         return dict.fromkeys(keys, zero.float())
+
+
+class _GradientSum:
+    """The head's weight gradient, added up over chunks in fp32: in bf16 each addition would round to 8 bits."""
+
+    total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor) -> None:
+        self.total = part.float() if self.total is None else self.total.add_(part)
+
+
+class _Collect(torch.autograd.Function):
+    """The weight itself; its gradient is the sum that the chunks have made, which exists once all of them have run."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, gradient: _GradientSum) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradient, ctx.dtype = gradient, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, _):
+        total, ctx.gradient.total = ctx.gradient.total, None
+        return None if total is None else total.to(ctx.dtype), None
+
+
+class _ChunkLinear(torch.autograd.Function):
+    """``F.linear`` whose weight gradient goes to a :class:`_GradientSum`."""
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.gradient = gradient
+        return F.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        hidden, weight = ctx.saved_tensors
+        ctx.gradient.add(grad.T @ hidden)
+        return grad @ weight, None, None
 
 
 def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

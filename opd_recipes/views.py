@@ -50,6 +50,8 @@ def redbox(
         expand: Fraction of the box's side added to it, half on each end.
         color: RGB.
     """
+    _positive(width=width)
+    _not_negative(expand=expand)
     x0, y0, x1, y1 = check_box(box, image.size)
     dx, dy = (x1 - x0) * expand / 2, (y1 - y0) * expand / 2
     # ImageDraw's right and bottom edges are inclusive, a box's are exclusive.
@@ -76,6 +78,8 @@ def crop(
         min_size: Least side of the cut-out in source pixels; a smaller one grows around the box. The cut-out is
             shifted to stay inside the image.
     """
+    _positive(zoom=zoom, min_size=min_size)
+    _not_negative(padding=padding)
     x0, y0, x1, y1 = check_box(box, image.size)
     left, right = _span(x0, x1, padding, min_size, image.width)
     top, bottom = _span(y0, y1, padding, min_size, image.height)
@@ -92,14 +96,25 @@ def resize(image: Image.Image, box: Box | None, *, scale: float) -> tuple[Image.
 
     The processor must not undo it: see the warning in :mod:`opd_recipes.dataset`.
     """
-    if not 0 < scale <= 4:
-        raise ViewError(f"resize: scale must be above 0 and at most 4, got {scale}")
+    _positive(scale=scale)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     smaller = image.resize(size, Image.Resampling.LANCZOS)
     if box is None:
         return smaller, None
     sx, sy = size[0] / image.width, size[1] / image.height
     return smaller, (box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy)
+
+
+def _positive(**options: float) -> None:
+    for name, value in options.items():
+        if value <= 0:
+            raise ViewError(f"{name} must be above 0, got {value}")
+
+
+def _not_negative(**options: float) -> None:
+    for name, value in options.items():
+        if value < 0:
+            raise ViewError(f"{name} must not be negative, got {value}")
 
 
 def _span(low: float, high: float, padding: float, min_size: int, limit: int) -> tuple[int, int]:
@@ -150,6 +165,10 @@ class View:
         if "provided" in self.kinds and not self.provided:
             raise RecipeError(f"{where}: 'provided' is a whole view and cannot be combined with other steps")
         self._steps: list[Callable] = [] if self.provided else [VIEWS.build(step, where) for step in steps]
+        try:  # on a blank image, so that an option out of range is told before any row is read
+            self(Image.new("RGB", (64, 64)), (16, 16, 48, 48))
+        except ViewError as error:
+            raise RecipeError(f"{where}: {error}") from error
 
     @property
     def needs_box(self) -> bool:

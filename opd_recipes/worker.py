@@ -7,6 +7,7 @@ import os
 
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -16,7 +17,7 @@ from opd_recipes.verl_compat import engine_device, row_major_positions, start_pr
 
 #: Inside an actor checkpoint: the teacher's shards and the step count of its rule.
 TEACHER_FOLDER = "teacher"
-STATE_FILE = "opd_state.json"
+STATE_FILE = "opd_state_world_size_{world}_rank_{rank}.json"
 
 
 class StudentTrainingWorker(TrainingWorker):
@@ -41,6 +42,8 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         self.teacher = TeacherEngine.beside(student)
         student.attach(self.teacher, recipe)
         self.actor.set_loss_fn(loss_function(recipe))
+        # As verl does at the end of its own: vLLM, on the same device, takes what it sees free.
+        aggressive_empty_cache(force_sync=True)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data):
@@ -54,10 +57,14 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         self.teacher.save_checkpoint(os.path.join(local_path, TEACHER_FOLDER), global_step=global_step)
-        if dist.get_rank() == 0:
-            state = {"finite_steps": self.actor.engine.finite_steps, "skipped_steps": self.actor.engine.skipped_steps}
-            with open(os.path.join(local_path, STATE_FILE), "w") as file:
-                json.dump(state, file)
+        state = {"finite_steps": self.actor.engine.finite_steps, "skipped_steps": self.actor.engine.skipped_steps}
+        with open(self._state_file(local_path), "w") as file:
+            json.dump(state, file)
+
+    @staticmethod
+    def _state_file(local_path: str) -> str:
+        # One for each rank, like verl's shards: a node may have a disk of its own.
+        return os.path.join(local_path, STATE_FILE.format(world=dist.get_world_size(), rank=dist.get_rank()))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
@@ -70,7 +77,7 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
             )
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
-        with open(os.path.join(local_path, STATE_FILE)) as file:
+        with open(self._state_file(local_path)) as file:
             state = json.load(file)
         self.actor.engine.finite_steps = state["finite_steps"]
         self.actor.engine.skipped_steps = state["skipped_steps"]

@@ -59,7 +59,12 @@ def test_the_metrics_tell_what_happened(first):
 def test_the_checkpoint_has_student_optimizer_and_teacher(first):
     folder = first.folder / "checkpoints" / "global_step_2" / "actor"
     names = {path.name for path in folder.iterdir()}
-    assert {"model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt", "teacher", "opd_state.json"} <= names
+    assert {
+        "model_world_size_1_rank_0.pt",
+        "optim_world_size_1_rank_0.pt",
+        "teacher",
+        "opd_state_world_size_1_rank_0.json",
+    } <= names
     student = torch.load(folder / "model_world_size_1_rank_0.pt", weights_only=False)
     teacher = torch.load(folder / "teacher" / "model_world_size_1_rank_0.pt", weights_only=False)
     assert student.keys() == teacher.keys()

@@ -124,6 +124,13 @@ def test_says_how_long_the_prompts_are_and_warns_where_the_views_hardly_differ(t
     assert "in 2 of 2 rows the student's smaller view has more than 60%" in capsys.readouterr().out
 
 
+def test_rows_are_named_by_their_place_in_the_file_also_after_others_were_left_out(tmp_path):
+    rows = [{**row(0), "bbox": [1.0, 1.0, 1.0, 1.0]}, row(1), {**row(2), "reward_model": None}]
+    data = load(tmp_path, rows, "opd.on_bad_row=skip")
+    with pytest.raises(RecipeError, match="1 rows have none, first .*0rows.parquet, row 2"):
+        data.set_views(("student", "teacher"))
+
+
 def test_no_row_left(tmp_path):
     with pytest.raises(RecipeError, match="no row is left"):
         load(tmp_path, [{**row(1), "bbox": [1.0, 1.0, 1.0, 1.0]}], "opd.on_bad_row=skip")

@@ -269,3 +269,41 @@ def test_checkpoint_of_the_teacher(rows, tmp_path):
     assert any(not torch.equal(saved[n], w) for n, w in harness.full_weights(teacher.module).items())
     teacher.load_checkpoint(str(tmp_path))
     assert all(torch.equal(saved[n], w) for n, w in harness.full_weights(teacher.module).items())
+
+
+def test_checkpoint_with_everything_offloaded(rows, tmp_path):
+    offload = [f"actor_rollout_ref.actor.fsdp_config.{kind}_offload=true" for kind in ("param", "optimizer")]
+    student, teacher = harness.engines(harness.config(*offload))
+    harness.update(student, harness.batch(rows))
+    student.save_checkpoint(str(tmp_path / "student"))
+    teacher.save_checkpoint(str(tmp_path / "teacher"))
+    saved = harness.full_weights(student.module), harness.full_weights(teacher.module)
+    harness.update(student, harness.batch(rows))
+    student.load_checkpoint(str(tmp_path / "student"))
+    teacher.load_checkpoint(str(tmp_path / "teacher"))
+    for old, engine in zip(saved, (student, teacher), strict=True):
+        assert all(torch.equal(old[name], weight) for name, weight in harness.full_weights(engine.module).items())
+
+
+def test_verls_padding_rows_change_nothing(rows):
+    """verl fills up a batch from which rollouts are missing with one-token text rows that have no loss."""
+    from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
+
+    whole, out = gradients_of(rows)
+    padding, _ = construct_minimal_padding_template(dict(rows[0]), {}, eos_token_id=1)
+    padded, other = gradients_of([*rows, {key: padding[key] for key in rows[0]}])
+    assert other["loss"] == pytest.approx(out["loss"], rel=1e-6)
+    scale = max(g.abs().max().item() for g in whole.values())
+    assert max((padded[n] - g).abs().max().item() for n, g in whole.items()) < 1e-5 * scale
+
+
+def test_non_finite_gradients_in_a_row_stop_the_run(rows):
+    student, _ = harness.engines(harness.config("opd.max_skipped_updates=2"))
+    bad = [dict(row) for row in rows]
+    pixels = bad[0]["multi_modal_inputs"]["pixel_values"]
+    bad[0]["multi_modal_inputs"] = {**bad[0]["multi_modal_inputs"], "pixel_values": pixels * math.nan}
+    harness.update(student, harness.batch(bad))
+    harness.update(student, harness.batch(rows))
+    harness.update(student, harness.batch(bad))
+    with pytest.raises(FloatingPointError, match="2 updates in a row.*lower learning rate"):
+        harness.update(student, harness.batch(bad))

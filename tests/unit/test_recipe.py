@@ -97,6 +97,17 @@ REFUSED = [
     ("opd.on_bad_row=ignore", "known: error, skip"),
     ("opd.head_chunk=0", "at least 1"),
     ("opd.poll_interval=0", "above 0 seconds"),
+    ("opd.max_skipped_updates=0", "at least 1"),
+    ("opd.head_chunk=1e3", "opd.head_chunk: expected int, got 1000.0"),
+    ("opd.divergence.topk=100.0", "opd.divergence.topk: expected int, got 100.0"),
+    ("opd.divergence.alpha=half", "opd.divergence.alpha: expected float, got 'half'"),
+    ("opd.objective.rollout_is_cap='2'", "opd.objective.rollout_is_cap: expected .*, got '2'"),
+    ("opd.seeded_rollouts=1", "opd.seeded_rollouts: expected bool"),
+    ("opd.views.teacher=[{kind: crop, zoom: -1}]", "opd.views.teacher: zoom must be above 0"),
+    ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "a teacher that averages in 16 bits never moves"),
+    ("algorithm.filter_groups.enable=true", "no reward to filter by"),
+    ("critic.enable=true", "no value function"),
+    ("trainer.critic_warmup=5", "first updates would be skipped"),
     ("+opd.epochs=3", "unknown setting epochs"),
     ("distillation.enabled=true", "distillation.enabled=True.*set it to false"),
     ("trainer.v1.trainer_mode=sync", "opd_sync"),
@@ -127,7 +138,7 @@ def test_refused(override, words):
 
 def test_a_section_that_lacks_a_part():
     section = {"views": {"student": "original", "teacher": "original"}}
-    with pytest.raises(RecipeError, match="opd: divergence, head_chunk, objective.*missing"):
+    with pytest.raises(RecipeError, match="opd: divergence, head_chunk, max_skipped_updates, objective.*missing"):
         Recipe.load(section)
 
 

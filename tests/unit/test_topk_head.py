@@ -71,6 +71,41 @@ def test_equals_the_direct_formula_for_every_chunk_size(chunk, temperature):
     torch.testing.assert_close(weight_grad.double(), ref_weight_grad, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("chunk", [16, 4096])
+def test_bf16_weight_gradient_is_added_up_in_fp32(chunk):
+    """Many chunks must be no worse than one: bf16 sums of 256 chunks would be off by percents."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4096, D, generator=generator).bfloat16()
+    weight = torch.randn(V, D, generator=generator).bfloat16()
+    labels = torch.randint(V, (4096,), generator=generator)
+    head = StreamedHead(nn.Linear(D, V, bias=False))
+    head.weight = nn.Parameter(weight.clone())
+    shifted = hidden.clone().requires_grad_()
+    with head.serving(ScoreRequest(torch.arange(4096), labels, chunk=chunk)):
+        head(shifted)["log_probs"].sum().backward()
+    exact = weight.double().requires_grad_()
+    exact_hidden = hidden.double().requires_grad_()
+    (exact_hidden[0] @ exact.T).log_softmax(-1).gather(1, labels[:, None]).sum().backward()
+    assert head.weight.grad.dtype == torch.bfloat16
+    error = (head.weight.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < 4e-3
+    assert (shifted.grad.double() - exact_hidden.grad).norm() / exact_hidden.grad.norm() < 1e-2
+
+
+def test_bf16_head_under_repeated_backward_passes():
+    """Gradient accumulation: the second pass adds to the first, and nothing of the first is added twice."""
+    hidden, linear, index, labels, _ = setup()
+    head = StreamedHead(linear.bfloat16())
+
+    def backward():
+        with head.serving(ScoreRequest(index, labels, chunk=2)):
+            head(hidden.bfloat16().requires_grad_())["log_probs"].sum().backward()
+        return head.weight.grad.clone()
+
+    once, twice = backward(), backward()
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-2, atol=1e-3)
+
+
 def test_positions_that_are_not_asked_for_get_no_gradient():
     _, hidden_grad, _ = streamed(4)
     asked = setup()[2]
