@@ -30,7 +30,7 @@ SCENES = 3072
 
 
 def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, overrides: Sequence[str]) -> int:
-    """Train one run for each seed; return the exit code.
+    """Train one run for each seed; return the exit code. A seed that has finished with the same arguments is not run again.
 
     Args:
         out: Folder for data, logs, metrics and results.
@@ -45,6 +45,11 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
     for seed in seeds:
         folder = (out / f"seed{seed}").resolve()
         command = training_command(base, data, folder, seed, steps, overrides)
+        finished = folder / "record.json"
+        if finished.exists() and (past := json.loads(finished.read_text()))["arguments"] == command[1:]:
+            print(f"seed {seed}: finished before, see {folder}")
+            runs.append(past["run"])
+            continue
         began = time.time()
         points = train(command, folder, steps, f"seed {seed}: " if len(seeds) > 1 else "")
         if points is None:
@@ -53,6 +58,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         shown = "opd_recipes demo" + (f" --steps {steps}" if steps != 80 else "") + f" --seeds {seed}"
         shown += "".join(f" {shlex.quote(o)}" for o in overrides)
         runs.append(record(points, seed=seed, command=shown, steps=steps, minutes=round(minutes, 1)))
+        finished.write_text(json.dumps({"arguments": command[1:], "run": runs[-1]}))
         print(summary(points, minutes), flush=True)
     for folder in filter(None, [out, publish]):
         folder.mkdir(parents=True, exist_ok=True)

@@ -237,6 +237,11 @@ def check_run(config: Any, files: bool = True) -> Recipe:
             f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: a truncated sampler makes the "
             "importance weights wrong; use top_p=1, top_k=-1"
         )
+    if recipe.seeded_rollouts and config.trainer.device == "cpu" and rollout.enable_chunked_prefill:
+        raise RecipeError(
+            "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on a "
+            "seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
+        )
     if files:
         for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
             _check_paths(key, OmegaConf.select(config, key))

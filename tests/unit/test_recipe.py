@@ -136,6 +136,11 @@ def test_refused(override, words):
         check_run(config(override))
 
 
+def test_seeded_rollouts_on_cpu_need_whole_prefills():
+    with pytest.raises(RecipeError, match="enable_chunked_prefill=false"):
+        check_run(config(OVERLAYS, "actor_rollout_ref.rollout.enable_chunked_prefill=true"))
+
+
 def test_a_section_that_lacks_a_part():
     section = {"views": {"student": "original", "teacher": "original"}}
     with pytest.raises(RecipeError, match="opd: divergence, head_chunk, max_skipped_updates, objective.*missing"):
