@@ -239,8 +239,8 @@ def check_run(config: Any, files: bool = True) -> Recipe:
         )
     if recipe.seeded_rollouts and config.trainer.device == "cpu" and rollout.enable_chunked_prefill:
         raise RecipeError(
-            "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on a "
-            "seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
+            "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on "
+            "a seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
         )
     if files:
         for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path"):
