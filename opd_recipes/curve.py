@@ -79,8 +79,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    names = {"crop": ("evidence crop (what the teacher sees)", "#d95f02"), "full": ("full image", "#1f5fa8")}
-    for view, (label, color) in names.items():
+    names = {"crop": ("evidence crop (what the teacher sees)", "#d95f02", 8), "full": ("full image", "#1f5fa8", -20)}
+    for view, (label, color, above) in names.items():
         steps = [point["step"] for point in runs[0]["curve"]]
         values = [[100 * point[view] for point in run["curve"]] for run in runs]
         if len(runs) > 1:
@@ -88,7 +88,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path, title: str) -> None:
                 axes.plot(steps[: len(line)], line, color=color, alpha=0.3, linewidth=1)
         mean = [sum(column) / len(column) for column in zip(*values, strict=False)]
         axes.plot(steps[: len(mean)], mean, color=color, linewidth=2.5, marker="o", markersize=4)
-        axes.annotate(label, (steps[0], mean[0]), xytext=(8, 8), textcoords="offset points", color=color, va="bottom")
+        end = (steps[len(mean) - 1], mean[-1])
+        axes.annotate(label, end, xytext=(0, above), textcoords="offset points", color=color, ha="right")
     axes.set(xlabel="training step", ylabel="accuracy on held-out scenes (%)", ylim=(0, 103), title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
