@@ -64,5 +64,6 @@ def run(config: DictConfig) -> None:
     except ray.exceptions.RayTaskError as error:
         # Found by a worker (a bad row, say): the message is for the user, the remote traceback is not.
         if isinstance(error.cause, RecipeError):
+            ray.shutdown()  # ends the workers' log lines, so that the message is the last thing to read
             raise error.cause from None
         raise
