@@ -15,6 +15,8 @@ def main() -> None:
         del sys.argv[1]
         train()
         return
+    from opd_recipes.demo import STEPS, run_demo
+
     parser = argparse.ArgumentParser(
         prog="opd_recipes", description="On-policy distillation of vision-language models from privileged views."
     )
@@ -25,12 +27,10 @@ def main() -> None:
     )
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for data, logs and results")
     demo.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
-    demo.add_argument("--steps", type=int, default=80, help="training steps of each run")
+    demo.add_argument("--steps", type=int, default=STEPS, help="training steps of each run")
     demo.add_argument("--publish", type=Path, help="also write vision_opd_toy.json and .png to this folder")
     demo.add_argument("overrides", nargs="*", help="more configuration overrides, e.g. opd.teacher.rate=0.05")
     args = parser.parse_args()
-
-    from opd_recipes.demo import run_demo
 
     sys.exit(run_demo(args.out, args.seeds, args.steps, args.publish, args.overrides))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,9 +201,7 @@ class TwoViewDataset(RLHFDataset):
         text = self.processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
         )
-        # The rollout's patch size, not data.image_patch_size: verl's agent loop takes it from the processor.
-        patch = getattr(self.processor.image_processor, "patch_size", 14)
-        prepared, _, _ = self._process_multi_modal_info(with_images(messages, images), patch, self.config)
+        prepared = prepared_images(type(self), self.processor, with_images(messages, images), self.config)
         # What the processor would expand each placeholder to, without making the pixels.
         sizes = [(image.height, image.width) for image in prepared]
         expanded = self.processor._get_num_multimodal_tokens(image_sizes=sizes, **(self.mm_processor_kwargs or {}))
@@ -232,20 +231,33 @@ def _file_starts(files: list[str]) -> list[int]:
     return starts
 
 
-def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:
-    """Copy messages with the image placeholders replaced, in order."""
-    remaining = iter(images)
+def prepared_images(dataset_cls: Any, processor: Any, messages: list[dict], config: Any) -> list[Image.Image]:
+    """The images of ``messages`` as verl's agent loop hands them to the processor and to vLLM."""
+    # The rollout's patch size, not data.image_patch_size: verl's agent loop takes it from the processor.
+    patch = getattr(processor.image_processor, "patch_size", 14)
+    images, _, _ = dataset_cls._process_multi_modal_info(messages, patch, config)
+    return images
 
-    def part(item: Any) -> Any:
-        is_image = isinstance(item, dict) and item.get("type") == "image"
-        return {**item, "image": next(remaining)} if is_image else item
 
-    filled = [
-        {**message, "content": [part(item) for item in message["content"]]}
+def map_parts(messages: list[dict], change: Callable[[Any], Any]) -> list[dict]:
+    """Copy messages with each part of structured content replaced by ``change(part)``, in order."""
+    return [
+        {**message, "content": [change(part) for part in message["content"]]}
         if isinstance(message["content"], list)
         else dict(message)
         for message in messages
     ]
+
+
+def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:
+    """Copy messages with the image placeholders replaced, in order."""
+    remaining = iter(images)
+
+    def fill(part: Any) -> Any:
+        is_image = isinstance(part, dict) and part.get("type") == "image"
+        return {**part, "image": next(remaining)} if is_image else part
+
+    filled = map_parts(messages, fill)
     if next(remaining, None) is not None:
         raise ViewError("more images than image placeholders in the prompt")
     return filled

@@ -24,6 +24,7 @@ STAGES = [
     ("all initialize finished", "starting the rollout workers"),
     ("(TwoViewAgentLoopWorker pid=", "measuring the base model on both views"),
 ]
+STEPS = 80
 TEST_EVERY = 20
 #: Scenes of the training set; they are seen several times, each time answered anew.
 SCENES = 3072
@@ -55,7 +56,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         if points is None:
             return 1
         minutes = (time.time() - began) / 60
-        shown = "opd_recipes demo" + (f" --steps {steps}" if steps != 80 else "") + f" --seeds {seed}"
+        shown = "opd_recipes demo" + (f" --steps {steps}" if steps != STEPS else "") + f" --seeds {seed}"
         shown += "".join(f" {shlex.quote(o)}" for o in overrides)
         runs.append(record(points, seed=seed, command=shown, steps=steps, minutes=round(minutes, 1)))
         finished.write_text(json.dumps({"arguments": command[1:], "run": runs[-1]}))
@@ -65,8 +66,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         (folder / "vision_opd_toy.json").write_text(json.dumps(runs, indent=1) + "\n")
         plot(runs, folder / "vision_opd_toy.png", "Vision-OPD, tiny model, toy data: no labels used in training")
         print(f"results: {folder / 'vision_opd_toy.json'}  picture: {folder / 'vision_opd_toy.png'}")
-    worst = min(runs, key=lambda run: run["gap_closed"])
-    if worst["crop_after"] < worst["crop_before"] - 0.05:
+    if any(run["crop_after"] < run["crop_before"] - 0.05 for run in runs):
         print("note: the crop accuracy fell by more than 5 points; a gap that closes this way does not count")
     return 0
 

@@ -28,7 +28,7 @@ from opd_recipes.loss import Normaliser, distill_loss
 from opd_recipes.recipe import Recipe
 from opd_recipes.teacher import follow
 from opd_recipes.topk_head import HeadOutput, HiddenRequest, ScoreRequest, StreamedHead
-from opd_recipes.verl_compat import ENGINE_DEVICE, plane_major_positions, row_major_positions
+from opd_recipes.verl_compat import ENGINE_DEVICE, plane_major_positions
 
 #: Columns that the rollout worker adds for the teacher, and what they are to the teacher's engine.
 TEACHER_COLUMNS = {
@@ -147,10 +147,9 @@ class StudentEngine(_HeadEngine):
         self.skipped_in_a_row = 0
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
-        """One update. ``loss_function`` is :func:`distill` bound by the worker; the data has the teacher's columns."""
-        data["positions"] = (
-            row_major_positions(data.pop("position_ids")) if "position_ids" in data else data["positions"]
-        )
+        """One update. ``loss_function`` is :func:`distill` bound by the worker; the data has the teacher's columns, and
+        ``positions`` as :func:`~opd_recipes.worker.with_row_major_positions` makes them.
+        """
         with self.teacher.eval_mode():
             data["teacher_hidden"] = self.teacher.hidden_states(data)
             self._teacher_weight = self.teacher.head_weight()
@@ -187,8 +186,6 @@ class StudentEngine(_HeadEngine):
 
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
         micro_batch = micro_batch.to(get_device_id())
-        if "positions" not in micro_batch:
-            micro_batch["positions"] = row_major_positions(micro_batch["position_ids"])
         teacher = None
         if loss_function is not None:
             teacher = (micro_batch["teacher_hidden"].values(), self._teacher_weight)

@@ -23,6 +23,9 @@ from opd_recipes.weights import WEIGHTS
 #: Trainer modes of verl that this package replaces by its own.
 TRAINER_MODES = {"opd_sync"}
 
+#: Fields of :class:`Recipe` that stand under their own names in the ``opd`` section.
+SETTINGS = ("on_bad_row", "head_chunk", "poll_interval", "seeded_rollouts", "max_skipped_updates")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -67,22 +70,15 @@ class Recipe:
         """
         section = _plain(section)
         parts = {"views", "teacher", "divergence", "weights", "selection", "objective"}
-        settings = {
-            "validation_views",
-            "on_bad_row",
-            "head_chunk",
-            "poll_interval",
-            "seeded_rollouts",
-            "max_skipped_updates",
-        }
-        _expect("opd", section, parts | settings)
+        hints = get_type_hints(cls)
+        _expect("opd", section, parts | set(SETTINGS) | {"validation_views"})
         views = section["views"]
         _expect("opd.views", views, {"student", "teacher"})
         _expect("opd.divergence", section["divergence"], {"kind", "support", "tail", "topk"}, extra={"alpha"})
         _expect("opd.objective", section["objective"], {f.name for f in fields(Objective)})
         check_types("opd.divergence", section["divergence"], {"topk": int, "alpha": float})
         check_types("opd.objective", section["objective"], get_type_hints(Objective))
-        check_types("opd", section, {key: get_type_hints(cls)[key] for key in settings - {"validation_views"}})
+        check_types("opd", section, {key: hints[key] for key in SETTINGS})
         recipe = cls(
             student_view=View(views["student"], "opd.views.student"),
             teacher_view=View(views["teacher"], "opd.views.teacher"),
@@ -92,11 +88,7 @@ class Recipe:
             selection=SELECTIONS.build(section["selection"]),
             objective=Objective(**section["objective"]),
             validation_views=tuple(section["validation_views"]),
-            on_bad_row=section["on_bad_row"],
-            head_chunk=section["head_chunk"],
-            poll_interval=section["poll_interval"],
-            seeded_rollouts=section["seeded_rollouts"],
-            max_skipped_updates=section["max_skipped_updates"],
+            **{key: section[key] for key in SETTINGS},
         )
         recipe._check()
         return recipe

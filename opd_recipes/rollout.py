@@ -20,7 +20,7 @@ from PIL import Image
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from opd_recipes.dataset import ROW_IMAGES, ROW_NUMBER, ROW_VIEW, RowImages, with_images
+from opd_recipes.dataset import ROW_IMAGES, ROW_NUMBER, ROW_VIEW, RowImages, map_parts, prepared_images, with_images
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.verl_compat import undecorated
@@ -129,8 +129,7 @@ class TwoViewAgentLoopWorker(_Worker):
         )
 
     def _prompt(self, messages: list[dict]) -> Prompt:
-        patch = getattr(self.processor.image_processor, "patch_size", 14)
-        images, _, _ = self.dataset_cls._process_multi_modal_info(messages, patch, self.config.data)
+        images = prepared_images(self.dataset_cls, self.processor, messages, self.config.data)
         inputs: dict[str, Any] = {}
         ids = torch.tensor(self.builder.build_initial_tokens(messages, images=images, mm_inputs_out=inputs))
         inputs = {k: torch.as_tensor(v) for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
@@ -203,12 +202,7 @@ def cut_at_vision_token(output, banned: list[int], eos: int) -> None:
 def _without_images(messages: list[dict]) -> list[dict]:
     """Text and placeholders only: pixels in verl's queue would be copied for every rollout."""
 
-    def part(item: Any) -> Any:
-        return {"type": "image"} if isinstance(item, dict) and isinstance(item.get("image"), Image.Image) else item
+    def strip(part: Any) -> Any:
+        return {"type": "image"} if isinstance(part, dict) and isinstance(part.get("image"), Image.Image) else part
 
-    return [
-        {**message, "content": [part(item) for item in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
+    return map_parts(messages, strip)

@@ -47,11 +47,11 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data):
-        return super().update_actor(_with_row_major_positions(data))
+        return super().update_actor(with_row_major_positions(data))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data):
-        return super().compute_log_prob(_with_row_major_positions(data))
+        return super().compute_log_prob(with_row_major_positions(data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
@@ -83,7 +83,7 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         self.actor.engine.skipped_steps = state["skipped_steps"]
 
 
-def _with_row_major_positions(data):
-    # Before verl sees the batch: see row_major_positions.
+def with_row_major_positions(data):
+    """What our engines take in the place of verl's ``position_ids``; done before verl handles the batch."""
     data["positions"] = row_major_positions(data.pop("position_ids"))
     return data

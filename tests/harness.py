@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -68,7 +68,7 @@ def engines(cfg, micro_tokens: int = 4096):
 
 
 @cache
-def prompt_builder(overrides: tuple[str, ...] = ()):
+def prompt_builder():
     """The rollout worker without its Ray and vLLM parts: it makes prompts, positions and pixels."""
     from verl.utils.config import omega_conf_to_dataclass
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
@@ -77,7 +77,7 @@ def prompt_builder(overrides: tuple[str, ...] = ()):
     from opd_recipes.recipe import Recipe
     from opd_recipes.rollout import TwoViewAgentLoopWorker
 
-    cfg = config(*overrides)
+    cfg = config()
     worker = object.__new__(TwoViewAgentLoopWorker)
     model = omega_conf_to_dataclass(cfg.actor_rollout_ref.model)
     worker.config, worker.recipe = cfg, Recipe.load(cfg.opd)
@@ -93,12 +93,9 @@ def prompt_builder(overrides: tuple[str, ...] = ()):
     return worker
 
 
-def rows(
-    responses: list[list[int]], same_view: bool = False, sizes: list[int] | None = None, text: str = ""
-) -> list[dict]:
+def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] | None = None) -> list[dict]:
     """One row for each response, on scenes of their own; ``sizes`` enlarges some student images, so prompts differ."""
     from opd_recipes.dataset import with_images
-    from opd_recipes.views import View
 
     worker = prompt_builder()
     generator = random.Random(0)
@@ -114,7 +111,7 @@ def rows(
         question = [
             {
                 "role": "user",
-                "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?" + text}],
+                "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?"}],
             }
         ]
         views = [
@@ -135,21 +132,23 @@ def rows(
                 "teacher_multi_modal_inputs": views[1].inputs,
             }
         )
-    assert View
     return out
 
 
 def batch(rows: list[dict], temperature: float = 1.0, packed: bool = False, micro_tokens: int = 4096) -> TensorDict:
-    """Rows as a worker receives them; position ids in verl's own layout, equal lengths included."""
+    """Rows as they reach the engine, by way of the layout in which verl's agent loop stores positions."""
     from verl.utils import tensordict_utils as tu
+
+    from opd_recipes.worker import with_row_major_positions
 
     data = TensorDict({}, batch_size=len(rows))
     for key in rows[0]:
         values = [row[key] for row in rows]
         if isinstance(values[0], torch.Tensor):
-            data[key] = (
-                torch.nested.as_nested_tensor(values, layout=torch.jagged) if _ragged_first(key) else _by_planes(values)
+            nested = (
+                _by_planes if key == "position_ids" else partial(torch.nested.as_nested_tensor, layout=torch.jagged)
             )
+            data[key] = nested(values)
         else:
             tu.assign_non_tensor_stack(data, key, values)
     tu.assign_non_tensor(
@@ -159,11 +158,7 @@ def batch(rows: list[dict], temperature: float = 1.0, packed: bool = False, micr
         use_dynamic_bsz=True,
         max_token_len_per_gpu=micro_tokens,
     )
-    return data
-
-
-def _ragged_first(key: str) -> bool:
-    return key != "position_ids"
+    return with_row_major_positions(data)
 
 
 def _by_planes(values: list[torch.Tensor]) -> torch.Tensor:

@@ -35,10 +35,10 @@ def rows():
     return with_rollout_log_probs(harness.rows(RESPONSES, sizes=SIZES))
 
 
-def load(dtype=torch.float64):
+def load():
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(harness.BASE, dtype=dtype, attn_implementation="eager")
+    return AutoModelForImageTextToText.from_pretrained(harness.BASE, dtype=torch.float64, attn_implementation="eager")
 
 
 def response_logits(model, ids, positions, inputs, length):
@@ -91,14 +91,13 @@ def without_step(student):
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
-def test_loss_and_gradient_equal_a_float64_reference(rows, aggregation):
+def test_loss_equals_a_float64_reference(rows, aggregation):
     student, _ = harness.engines(harness.config(f"opd.objective.aggregation={aggregation}"))
     out = harness.update(without_step(student), harness.batch(rows))
     model, teacher = load(), load()
     expected = reference.loss(scored(model, teacher, rows), aggregation=aggregation)
     assert out["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert 0 < out["opd/importance_capped"] < 1
-    expected.backward()
 
 
 def gradients_of(rows, *overrides, micro_tokens=4096):
@@ -228,9 +227,6 @@ def test_log_prob_pass_agrees_with_one_row_forwards(responses):
     rows = harness.rows(responses, sizes=None if equal else SIZES)
     student, _ = harness.engines(harness.config())
     data = harness.batch(rows)
-    from opd_recipes.verl_compat import row_major_positions
-
-    data["positions"] = row_major_positions(data.pop("position_ids"))
     with student.eval_mode():
         out = student.infer_batch(data)["model_output"]
     model = load()
