@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,20 @@ class RowImages:
         decoded = [decode(source) for source in self.images]
         return [*decoded[:-1], view(decoded[-1], self.box)] if decoded else []
 
+    def area_ratio(self, views: Mapping[str, list[Image.Image]]) -> float:
+        """The evidence's share of the image: of the box, else of the ready-made evidence, else of what the two views show.
+
+        Args:
+            views: What :meth:`render` gave for ``student`` and ``teacher``.
+        """
+        student, teacher = views["student"][-1], views["teacher"][-1]
+        if self.box is None:
+            return teacher.width * teacher.height / (student.width * student.height)
+        with Image.open(_stream(self.images[-1])) as image:  # its size only: nothing is decoded
+            area = image.width * image.height
+        x0, y0, x1, y1 = self.box
+        return (x1 - x0) * (y1 - y0) / area
+
 
 def decode(source: Any) -> Image.Image:
     """Open one image (``{"bytes": ...}``, ``{"path": ...}`` or a path) as upright RGB; transparency turns white.
@@ -64,7 +78,7 @@ def decode(source: Any) -> Image.Image:
     if data is None and not isinstance(path, str | os.PathLike):
         raise ViewError(f"an image has neither bytes nor a path: {source!r:.80}")
     try:
-        with Image.open(path if data is None else io.BytesIO(data)) as opened:  # type: ignore[arg-type]
+        with Image.open(_stream(source)) as opened:
             image: Image.Image = ImageOps.exif_transpose(opened)
             if image.has_transparency_data:
                 image = image.convert("RGBA")
@@ -72,6 +86,14 @@ def decode(source: Any) -> Image.Image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ViewError(f"{name} cannot be read as an image: {error}") from error
+
+
+def _stream(source: Any) -> Any:
+    """What PIL opens: the bytes of ``{"bytes": ...}``, else a path."""
+    if not isinstance(source, dict):
+        return source
+    data = source.get("bytes")
+    return source.get("path") if data is None else io.BytesIO(data)
 
 
 class TwoViewDataset(RLHFDataset):
@@ -85,8 +107,12 @@ class TwoViewDataset(RLHFDataset):
         self.views: tuple[str, ...] = ("student",)
         super().__init__(*args, **kwargs)
 
-    def set_views(self, views: tuple[str, ...]) -> None:
-        """Give every row once for each of ``views``; its data source becomes ``<data_source>@<view>``."""
+    def set_views(self, views: dict[str, View]) -> None:
+        """Validate: give every row once for each of ``views``; its data source becomes ``<data_source>@<view>``.
+
+        Raises:
+            RecipeError: A row without an answer, or one that cannot give a view.
+        """
         column = self.dataframe["reward_model"] if "reward_model" in self.dataframe.column_names else [None] * len(self)
         missing = [
             self.locate(i) for i, reward in enumerate(column) if not reward or reward.get("ground_truth") is None
@@ -96,6 +122,10 @@ class TwoViewDataset(RLHFDataset):
                 f"data.val_files: validation needs reward_model.ground_truth in each row; {len(missing)} rows have none, "
                 f"first {missing[0]}. Training rows need none"
             )
+        only = {name: view for name, view in views.items() if view not in self.recipe.views.values()}
+        if only:
+            self._check_columns(only.values())
+            self._refuse(self._faults(self.dataframe, only))
         self.views = tuple(views)
 
     def __len__(self) -> int:
@@ -125,33 +155,17 @@ class TwoViewDataset(RLHFDataset):
         """Check every row: both views can be drawn, and both prompts fit. verl calls this once the files are read."""
         self._file_starts = _file_starts(self.data_files)
         self._kept: list[int] = list(range(len(dataframe)))
-        columns = set(dataframe.column_names)
+        self._columns = set(dataframe.column_names)
         for column in (self.prompt_key, self.image_key, "data_source"):
-            if column not in columns:
-                raise RecipeError(f"{self._where()}: column '{column}' is missing; it has {', '.join(sorted(columns))}")
-        if self.recipe.needs_box and self.box_key not in columns:
-            raise RecipeError(
-                f"{self._where()}: opd.views need an evidence box, but column '{self.box_key}' is missing. Add it "
-                "([x0, y0, x1, y1] in pixels), or use ready-made images: +overlay=vision_opd_6k"
-            )
-        if self.recipe.teacher_view.provided and self.evidence_key not in columns:
-            raise RecipeError(
-                f"{self._where()}: opd.views.teacher=provided, but column '{self.evidence_key}' is missing"
-            )
-        # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
-        with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
-            faults = pool.map(lambda i: self._fault(dataframe[i]), range(len(dataframe)))
-            checked = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
-        reasons = [reason for reason, _ in checked]
-        self._report_tokens([tokens for reason, tokens in checked if not reason])
+            if column not in self._columns:
+                raise RecipeError(
+                    f"{self._where()}: column '{column}' is missing; it has {', '.join(sorted(self._columns))}"
+                )
+        self._check_columns(self.recipe.views.values())
+        reasons = self._faults(dataframe, self.recipe.views)
+        if self.recipe.on_bad_row == "error":
+            self._refuse(reasons)
         bad = [i for i, reason in enumerate(reasons) if reason]
-        if bad and self.recipe.on_bad_row == "error":
-            listed = "\n".join(f"  {self.locate(i)}: {reasons[i]}" for i in bad[:20])
-            more = f"\n  ... and {len(bad) - 20} more" if len(bad) > 20 else ""
-            raise RecipeError(
-                f"{len(bad)} of {len(dataframe)} rows cannot be used:\n{listed}{more}\n"
-                "Mend or remove them, or set opd.on_bad_row=skip to leave them out"
-            )
         if bad:
             print(
                 f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}"
@@ -162,17 +176,57 @@ class TwoViewDataset(RLHFDataset):
             raise RecipeError(f"{self._where()}: no row is left")
         return dataframe
 
-    def _fault(self, example: dict) -> tuple[str | None, dict[str, int]]:
+    def _check_columns(self, views: Iterable[View]) -> None:
+        if any(view.needs_box for view in views) and self.box_key not in self._columns:
+            raise RecipeError(
+                f"{self._where()}: opd.views need an evidence box, but column '{self.box_key}' is missing. Add it "
+                "([x0, y0, x1, y1] in pixels), or use ready-made images: +overlay=vision_opd_6k"
+            )
+        if any(view.provided for view in views) and self.evidence_key not in self._columns:
+            raise RecipeError(
+                f"{self._where()}: opd.views.teacher=provided, but column '{self.evidence_key}' is missing"
+            )
+        if self.recipe.teacher_hint is not None and "reward_model" not in self._columns:
+            raise RecipeError(
+                f"{self._where()}: opd.teacher_hint tells the teacher the answer, but column 'reward_model' (with "
+                "ground_truth) is missing. Add the answers, or set opd.teacher_hint=null"
+            )
+
+    def _faults(self, dataframe: Any, views: Mapping[str, View]) -> list[str | None]:
+        """Why each row cannot be used, or None."""
+        # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
+        with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
+            faults = pool.map(lambda i: self._fault(dataframe[i], views), range(len(dataframe)))
+            checked = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
+        if {"student", "teacher"} <= views.keys():
+            self._report_tokens([tokens for reason, tokens in checked if not reason])
+        return [reason for reason, _ in checked]
+
+    def _refuse(self, reasons: list[str | None]) -> None:
+        bad = [i for i, reason in enumerate(reasons) if reason]
+        if not bad:
+            return
+        listed = "\n".join(f"  {self.locate(i)}: {reasons[i]}" for i in bad[:20])
+        more = f"\n  ... and {len(bad) - 20} more" if len(bad) > 20 else ""
+        raise RecipeError(
+            f"{len(bad)} of {len(reasons)} rows cannot be used:\n{listed}{more}\n"
+            "Mend or remove them, or set opd.on_bad_row=skip to leave them out"
+        )
+
+    def _fault(self, example: dict, views: Mapping[str, View]) -> tuple[str | None, dict[str, int]]:
         """Why a row cannot be used (or None), and how many tokens each view's prompt has."""
         tokens: dict[str, int] = {}
         try:
+            answer = (example.get("reward_model") or {}).get("ground_truth")
             messages = self._build_messages(example, key=self.prompt_key)
             source = example[ROW_IMAGES]
             if not source.images:
                 raise ViewError(f"no image in '{self.image_key}'")
-            for name in ("student", "teacher"):
-                images = source.render(self.recipe.view(name))
-                tokens[name] = self._prompt_length(messages, images)
+            for name, view in views.items():
+                images = source.render(view)
+                hint = self.recipe.teacher_hint if name in ("teacher", "negative") else None
+                seen = hinted(messages, hint, answer)
+                tokens[name] = self._prompt_length(seen, images)
                 if tokens[name] > self.max_prompt_length:
                     limit = f"data.max_prompt_length={self.max_prompt_length}"
                     size = f"image of {images[-1].width} x {images[-1].height} pixels"
@@ -190,7 +244,9 @@ class TwoViewDataset(RLHFDataset):
         told = ", ".join(f"{name} mean {mean[name]:.0f}, longest {longest[name]}" for name in mean)
         print(f"opd_recipes: prompt tokens: {told}")
         undone = sum(count["student"] > 0.6 * count["teacher"] for count in counts)
-        if "resize" in self.recipe.student_view.kinds and undone > 0.1 * len(counts):
+        # (resize with restore keeps the size on purpose.)
+        smaller = any(step["kind"] == "resize" and not step.get("restore") for step in self.recipe.student_view.spec)
+        if smaller and undone > 0.1 * len(counts):
             print(
                 f"opd_recipes: WARNING: in {undone} of {len(counts)} rows the student's smaller view has more than 60% of the "
                 "teacher's prompt tokens: the processor's min_pixels enlarges it again, or the text outweighs the image. The "
@@ -247,6 +303,22 @@ def map_parts(messages: list[dict], change: Callable[[Any], Any]) -> list[dict]:
         else dict(message)
         for message in messages
     ]
+
+
+def hinted(messages: list[dict], hint: str | None, answer: Any) -> list[dict]:
+    """Copy messages with ``hint`` behind the last of the user's, its ``{answer}`` filled in; None: nothing is added.
+
+    Raises:
+        ViewError: The row has no answer.
+    """
+    if hint is None:
+        return messages
+    if answer is None:
+        raise ViewError("the row has no reward_model.ground_truth, which opd.teacher_hint tells the teacher")
+    last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    text, content = hint.replace("{answer}", str(answer)), messages[last]["content"]
+    longer = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*messages[:last], {**messages[last], "content": longer}, *messages[last + 1 :]]
 
 
 def with_images(messages: list[dict], images: list[Image.Image]) -> list[dict]:

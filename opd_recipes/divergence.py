@@ -18,6 +18,7 @@ from opd_recipes.registry import RecipeError, Registry
 KINDS = Registry("opd.divergence.kind")
 SUPPORTS = Registry("opd.divergence.support")
 TAILS = Registry("opd.divergence.tail")
+ESTIMATORS = Registry("opd.divergence.estimator")
 
 #: Floor of log-probabilities: exp of it is 0, and unlike -inf (a padded vocabulary, a teacher's masked token) it has
 #: finite differences and gradients.
@@ -25,6 +26,12 @@ MIN_LOG_PROB = -1e4
 
 #: Largest log-mass of the top-K ids for which the tail is computed: log(1 - exp(s)) needs s < 0.
 MAX_LOG_MASS = -1e-7
+
+#: In the place of an id that a support names twice: it counts nowhere, neither in the sum nor in the tail nor in the mass.
+NO_ID = -1
+
+#: log q(y) - log p(y) beyond which ``k3`` continues exp by its tangent: exp would overflow fp32 at 88.
+MAX_EXPONENT = 20.0
 
 
 def kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
@@ -77,20 +84,83 @@ def bc_reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return torch.where(difference.abs() <= 1, near, far).sum(-1)
 
 
+@KINDS.register("sampled_kl")
+def sampled_kl(log_p: torch.Tensor, log_q: torch.Tensor, *, estimator: str) -> torch.Tensor:
+    """KL(student || teacher) from the sampled token y alone, with r = log p(y) - log q(y). Shapes: (N, 1) -> (N,).
+
+    The three estimators (Schulman, "Approximating KL divergence", 2020) are made for y ~ p, and their expected *values*
+    are the KL (``k2``: to second order). Differentiated directly, as ``objective: distill`` does, they are three
+    different losses, since sum_y p(y) grad k(y) is
+
+    - ``k1``: zero. It is the expected score; the gradient has variance and no direction.
+    - ``k2``: the gradient of the reverse KL, KL(p || q).
+    - ``k3``: the gradient of the *forward* KL, KL(q || p), although its value estimates the reverse.
+
+    Args:
+        estimator: ``k1`` = r; ``k2`` = r^2 / 2; ``k3`` = exp(-r) - 1 + r.
+    """
+    return ESTIMATORS.get(estimator)(log_p - log_q).sum(-1)
+
+
+@ESTIMATORS.register("k1")
+def _k1(r: torch.Tensor) -> torch.Tensor:
+    return r
+
+
+@ESTIMATORS.register("k2")
+def _k2(r: torch.Tensor) -> torch.Tensor:
+    return r.square() / 2
+
+
+@ESTIMATORS.register("k3")
+def _k3(r: torch.Tensor) -> torch.Tensor:
+    """exp(-r) - 1 + r; below r = -MAX_EXPONENT exp goes on as its tangent, so value and gradient stay finite and convex.
+
+    Such a token is exp(20) times likelier under the teacher than under the student that sampled it. Clamping r instead
+    would leave the gradient of the last term alone, which points away from the teacher.
+    """
+    near = (-r).clamp(max=MAX_EXPONENT)
+    beyond = torch.relu(-r - MAX_EXPONENT)
+    return torch.expm1(near) + math.exp(MAX_EXPONENT) * beyond + r
+
+
 @SUPPORTS.register("student")
-def student_support(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> torch.Tensor:
-    """The ids of the student's ``topk`` most likely tokens. Shapes: (N, V), (N, V) -> (N, topk)."""
+def student_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, topk: int) -> torch.Tensor:
+    """The ids of the student's ``topk`` most likely tokens. Shapes: (N, V), (N, V), (N,) -> (N, topk)."""
     return student.topk(topk, dim=-1, sorted=False).indices
 
 
 @SUPPORTS.register("teacher")
-def teacher_support(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> torch.Tensor:
-    """The ids of the teacher's ``topk`` most likely tokens. Shapes: (N, V), (N, V) -> (N, topk)."""
+def teacher_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, topk: int) -> torch.Tensor:
+    """The ids of the teacher's ``topk`` most likely tokens. Shapes: (N, V), (N, V), (N,) -> (N, topk)."""
     return teacher.topk(topk, dim=-1, sorted=False).indices
 
 
+@SUPPORTS.register("union")
+def union_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, topk: int) -> torch.Tensor:
+    """The ids in the student's ``topk`` or the teacher's, each once; the other places hold :data:`NO_ID`.
+
+    Shapes: (N, V), (N, V), (N,) -> (N, 2 topk), ascending.
+    """
+    ours, theirs = (logits.topk(topk, dim=-1, sorted=False).indices for logits in (student, teacher))
+    ids = torch.cat([ours, theirs], dim=-1).sort(-1).values
+    ids[:, 1:] = ids[:, 1:].masked_fill(_repeated(ids), NO_ID)
+    return ids
+
+
+def _repeated(ids: torch.Tensor) -> torch.Tensor:
+    """Where an ascending row says its previous id again. Shapes: (N, K) -> (N, K - 1)."""
+    return ids[:, 1:] == ids[:, :-1]
+
+
+@SUPPORTS.register("sampled")
+def sampled_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, topk: int) -> torch.Tensor:
+    """The sampled token alone; ``topk`` is not used. Shapes: (N, V), (N, V), (N,) -> (N, 1)."""
+    return labels[:, None]
+
+
 @SUPPORTS.register("full")
-def full_support(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> None:
+def full_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, topk: int) -> None:
     """Every token of the vocabulary; ``topk`` is not used."""
     return None
 
@@ -115,12 +185,20 @@ def no_tail(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 class Divergence:
-    """The divergence of a recipe, ``divergence(student_logits, teacher_logits) -> (value, diagnostics)``.
+    """The divergence of a recipe, ``divergence(student_logits, teacher_logits, labels) -> (value, diagnostics)``.
 
     Args:
         kind, support, tail: Registry keys.
-        topk: Number of ids kept, K; ignored by ``support: full``.
-        options: The kind's own options (``alpha`` of ``jsd``).
+        topk: Number of ids kept, K (``union``: of each model); ignored by ``full`` and ``sampled``.
+        options: The kind's own options (``alpha`` of ``jsd``, ``estimator`` of ``sampled_kl``).
+
+    Attributes:
+        full: Whether every token of the vocabulary is compared.
+        sampled: Whether only the sampled token is.
+        estimator: ``k1``, ``k2`` or ``k3`` of ``sampled_kl``; None for every other kind.
+
+    Raises:
+        RecipeError: An unknown value or option, or a combination without meaning.
     """
 
     def __init__(self, kind: str, support: str, tail: str, topk: int, **options: Any):
@@ -129,27 +207,65 @@ class Divergence:
         self._tail = TAILS.get(tail)
         self.topk = topk
         self.full = support == "full"
+        self.sampled = support == "sampled"
+        self.estimator: str | None = options.get("estimator")
         refuse_senseless(kind, support, tail, topk, options)
 
-    def __call__(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Divergence per position.
 
         Args:
             student: fp32 logits (N, V), with gradient.
             teacher: fp32 logits (N, V), without.
+            labels: (N,) int64, the sampled tokens; only ``support: sampled`` reads them.
 
         Returns:
             The divergence (N,), and the share of each model's mass on the kept ids (N,), without gradient.
         """
-        log_p, log_q = (logits.log_softmax(-1).clamp(min=MIN_LOG_PROB) for logits in (student, teacher))
+        log_p, log_q = _log_probs(student), _log_probs(teacher.detach())
         with torch.no_grad():
-            ids = self._support(student.detach(), teacher, min(self.topk, student.shape[-1]))
+            ids = self._support(student.detach(), teacher, labels, min(self.topk, student.shape[-1]))
         if ids is None:
             one = torch.ones_like(log_p[:, 0]).detach()
             return self._kind(log_p, log_q), {"student_mass": one, "teacher_mass": one}
-        log_p, log_q = log_p.gather(-1, ids), log_q.gather(-1, ids)
+        log_p, log_q = _kept(log_p, ids), _kept(log_q, ids)
         mass = {"student_mass": log_p.detach().exp().sum(-1), "teacher_mass": log_q.exp().sum(-1)}
         return self._kind(self._tail(log_p), self._tail(log_q)), mass
+
+
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).clamp(min=MIN_LOG_PROB)
+
+
+def _kept(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities at ``ids``; where there is none, an impossible token. Shapes: (N, V), (N, K) -> (N, K)."""
+    return log_probs.gather(-1, ids.clamp(min=0)).masked_fill(ids == NO_ID, MIN_LOG_PROB)
+
+
+@torch.no_grad()
+def utility(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> torch.Tensor:
+    """How much each position has to teach: d * o * c of BAS-OPD (arXiv 2609.25891), without gradient.
+
+    On the student's top-k ids, both models renormalised to them: d is the Jensen-Shannon divergence (alpha 0.5), o the
+    share of these ids that are in the teacher's own top-k, c = 1 - H(teacher) / log k its certainty. With k = 1 there
+    is nothing to be uncertain about, so c = 1 (and d = 0: both models have all their mass on the one id).
+
+    Args:
+        student, teacher: fp32 logits (N, V).
+        topk: Ids kept, k; the vocabulary's size where that is smaller.
+
+    Returns:
+        (N,) between 0 and log 2.
+    """
+    k = min(topk, student.shape[-1])
+    ours, theirs = (logits.topk(k, dim=-1, sorted=False).indices for logits in (student, teacher))
+    log_p, log_q = (renormalise_tail(_log_probs(logits).gather(-1, ours)) for logits in (student, teacher))
+    overlap = _repeated(torch.cat([ours, theirs], dim=-1).sort(-1).values).sum(-1) / k
+    entropy = -(log_q.exp() * log_q).sum(-1)
+    certainty = 1 - entropy / math.log(k) if k > 1 else torch.ones_like(entropy)
+    return jsd(log_p, log_q) * overlap * certainty.clamp(min=0)
 
 
 def refuse_senseless(kind: str, support: str, tail: str, topk: int, options: dict[str, Any]) -> None:
@@ -167,10 +283,22 @@ def refuse_senseless(kind: str, support: str, tail: str, topk: int, options: dic
             f"opd.divergence: kind=bc_reverse_kl is defined on the teacher's top-K without a tail, not with support={support} "
             f"and tail={tail}; set support=teacher and tail=none, or use kind=reverse_kl"
         )
+    if kind == "sampled_kl":
+        ESTIMATORS.get(options["estimator"])
+        if (support, tail) != ("sampled", "none"):
+            raise RecipeError(
+                f"opd.divergence: kind=sampled_kl reads the sampled token alone, not support={support} and tail={tail}; "
+                "set support=sampled and tail=none, or use kind=reverse_kl"
+            )
+    elif support == "sampled":
+        raise RecipeError(
+            f"opd.divergence: support=sampled has one token and no distribution to give kind={kind}; use kind=sampled_kl, "
+            "or support=student, teacher, union or full"
+        )
     if support == "full" and tail != "none":
         raise RecipeError(f"opd.divergence: support=full leaves no tail to treat, but tail={tail}; set tail=none")
-    if support != "full" and tail == "none" and kind != "bc_reverse_kl":
+    if support in ("student", "teacher", "union") and tail == "none" and kind != "bc_reverse_kl":
         raise RecipeError(
-            f"opd.divergence: kind={kind} over {support}'s top-K without a tail is no divergence (it can be negative "
+            f"opd.divergence: kind={kind} over support={support} without a tail is no divergence (it can be negative "
             "and its minimum is not at the teacher); set tail=bucket or tail=renormalise, or support=full"
         )

@@ -12,8 +12,11 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -27,15 +30,16 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from opd_recipes.loss import Normaliser, distill_loss
 from opd_recipes.recipe import Recipe
 from opd_recipes.teacher import follow
-from opd_recipes.topk_head import HeadOutput, HiddenRequest, ScoreRequest, StreamedHead
+from opd_recipes.topk_head import HeadOutput, HiddenRequest, ScoreRequest, StreamedHead, TeacherStates
 from opd_recipes.verl_compat import ENGINE_DEVICE, plane_major_positions
 
-#: Columns that the rollout worker adds for the teacher, and what they are to the teacher's engine.
-TEACHER_COLUMNS = {
-    "teacher_input_ids": "input_ids",
-    "teacher_positions": "positions",
-    "teacher_multi_modal_inputs": "multi_modal_inputs",
-}
+#: Columns that the rollout worker adds for a teacher's view, behind the view's name, and what they are to an engine.
+VIEW_COLUMNS = {"input_ids": "input_ids", "positions": "positions", "multi_modal_inputs": "multi_modal_inputs"}
+
+
+def view_columns(*views: str) -> list[str]:
+    """The names of the columns of ``views`` (``teacher``, ``negative``)."""
+    return [f"{view}_{column}" for view in views for column in VIEW_COLUMNS]
 
 
 def response_index(micro_batch: TensorDict, packed: bool) -> torch.Tensor:
@@ -75,6 +79,52 @@ class _HeadEngine(FSDPEngineWithLMHead):
         with mixed, self.head.serving(request):
             return self.module(**model_inputs, use_cache=False).logits
 
+    def hidden_states(self, rows: TensorDict, *, temperature: float = 1.0, chunk: int = 0) -> dict[str, torch.Tensor]:
+        """Final hidden states at the positions that predict the response tokens, without gradient.
+
+        Args:
+            rows: ``input_ids``, ``positions``, ``multi_modal_inputs``, ``responses``, ``loss_mask``.
+            temperature: Divides the logits of the tokens' log-probabilities.
+            chunk: Where above 0, also score the response tokens, that many positions at a time.
+
+        Returns:
+            ``hidden``, nested (B, response length, D), and with ``chunk`` also ``log_probs``, nested (B, response length).
+        """
+        settings = {
+            "temperature": temperature,
+            "hidden_chunk": chunk,
+            "use_remove_padding": self.use_remove_padding,
+            "use_dynamic_bsz": self.engine_config.use_dynamic_bsz,
+            "max_token_len_per_gpu": self.engine_config.infer_max_token_len_per_gpu,
+            "micro_batch_size_per_gpu": self.engine_config.infer_micro_batch_size_per_gpu,
+        }
+        tu.assign_non_tensor(rows, **settings)
+        return super().infer_batch(rows)["model_output"]
+
+    def _hidden_step(self, micro_batch: TensorDict):
+        """:meth:`hidden_states` of one micro-batch, in the form of verl's ``forward_step``."""
+        micro_batch = micro_batch.to(get_device_id())
+        chunk = tu.get_non_tensor_data(micro_batch, "hidden_chunk", 0)
+        request = HiddenRequest(
+            response_index(micro_batch, _packed(micro_batch)),
+            micro_batch["responses"].values() if chunk else None,
+            temperature=float(micro_batch["temperature"]),
+            chunk=chunk,
+        )
+        lengths = micro_batch["responses"].offsets().diff().tolist()
+        answer = {key: _by_row(value, lengths) for key, value in self._answer(micro_batch, request).items()}
+        return None, {"model_output": answer, "loss": 0.0, "metrics": {}}
+
+    def head_weight(self) -> torch.Tensor:
+        """The whole head (V, D) in the compute dtype, gathered from its shards."""
+        weight = self.head.weight.detach().to(device=get_device_id(), dtype=self._autocast_dtype)
+        # A gathered weight that FSDP2 still holds is its storage, which it will free.
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone()
+
+
+def _by_row(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(values.split(lengths)), layout=torch.jagged)
+
 
 class TeacherEngine(_HeadEngine):
     """A model that is never trained by gradient: no optimizer state, the same sharding as the student.
@@ -83,10 +133,17 @@ class TeacherEngine(_HeadEngine):
     """
 
     @classmethod
-    def beside(cls, student: StudentEngine) -> TeacherEngine:
-        """Build the teacher of ``student``: same checkpoint, same sharding, on the same ranks."""
+    def beside(cls, student: StudentEngine, path: str | None = None) -> TeacherEngine:
+        """Build the teacher of ``student`` on the same ranks, with the same sharding.
+
+        Args:
+            path: Its checkpoint; None: the student's.
+        """
+        model_config = student.model_config
+        if path is not None:
+            model_config = replace(model_config, path=path, hf_config_path=None, tokenizer_path=None)
         teacher = cls(
-            model_config=student.model_config,
+            model_config=model_config,
             engine_config=deepcopy(student.engine_config),
             optimizer_config=student.optimizer_config,
             checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
@@ -103,62 +160,94 @@ class TeacherEngine(_HeadEngine):
 
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
         assert forward_only, "the teacher has no backward"
-        micro_batch = micro_batch.to(get_device_id())
-        answer = self._answer(micro_batch, HiddenRequest(response_index(micro_batch, _packed(micro_batch))))
-        rows = answer["hidden"].split(micro_batch["responses"].offsets().diff().tolist())
-        hidden = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-        return None, {"model_output": {"hidden": hidden}, "loss": 0.0, "metrics": {}}
-
-    def hidden_states(self, data: TensorDict) -> torch.Tensor:
-        """Final hidden states at the positions that predict the response tokens, nested (B, response length, D)."""
-        batch = TensorDict({}, batch_size=data.batch_size)
-        for column, name in TEACHER_COLUMNS.items():
-            batch[name] = data[column]
-        for key in ("responses", "loss_mask"):
-            batch[key] = data[key]
-        settings = {
-            "temperature": 1.0,
-            "use_remove_padding": self.use_remove_padding,
-            "use_dynamic_bsz": self.engine_config.use_dynamic_bsz,
-            "max_token_len_per_gpu": self.engine_config.infer_max_token_len_per_gpu,
-            "micro_batch_size_per_gpu": self.engine_config.infer_micro_batch_size_per_gpu,
-        }
-        tu.assign_non_tensor(batch, **settings)
-        return self.infer_batch(batch)["model_output"]["hidden"]
-
-    def head_weight(self) -> torch.Tensor:
-        """The whole head (V, D) in the compute dtype, gathered from its shards."""
-        weight = self.head.weight.detach().to(device=get_device_id(), dtype=self._autocast_dtype)
-        # A gathered weight that FSDP2 still holds is its storage, which it will free.
-        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.clone()
+        return self._hidden_step(micro_batch)
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device=ENGINE_DEVICE)
 class StudentEngine(_HeadEngine):
-    """The model that is trained. :meth:`attach` gives it its teacher and its recipe."""
+    """The model that is trained. :meth:`attach` gives it its recipe, and the recipe's teacher beside it."""
 
     recipe: Recipe
     teacher: TeacherEngine
 
-    def attach(self, teacher: TeacherEngine, recipe: Recipe) -> None:
-        self.teacher, self.recipe = teacher, recipe
+    def attach(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.teacher = TeacherEngine.beside(self, recipe.teacher.path)
         self.finite_steps = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
+        #: Mean utility of each row of the last update, in the order of its rows; where rollouts are selected.
+        self.utilities: list[float] = []
+        self._teacher_weight: torch.Tensor | None = None
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
-        """One update. ``loss_function`` is :func:`distill` bound by the worker; the data has the teacher's columns, and
-        ``positions`` as :func:`~opd_recipes.worker.with_row_major_positions` makes them.
+        """One update. ``loss_function`` is the recipe's (:func:`loss_function`); the data has the columns of the teacher's
+        views where the loss compares, and ``positions`` as :func:`~opd_recipes.worker.with_row_major_positions` makes them.
         """
-        with self.teacher.eval_mode():
-            data["teacher_hidden"] = self.teacher.hidden_states(data)
-            self._teacher_weight = self.teacher.head_weight()
-        student = data.exclude(*TEACHER_COLUMNS)
-        self._normaliser = self._count(student)
-        output = super().train_batch(student, loss_function)
+        metrics: dict[str, Metric] = {}
+        if self.recipe.compares_in_update:
+            data, metrics = self._ask_teacher(data)
+            self._normaliser = self._count(data)
+        keeps = self.recipe.selects
+        tu.assign_non_tensor(data, return_model_output=keeps)
+        output = super().train_batch(data, loss_function)
         self._teacher_weight = None
+        if keeps:
+            self.utilities = output["model_output"]["utility"].values().flatten().tolist()
+        output["metrics"] |= metrics
         self._after_step(output["metrics"])
         return output
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable | None = None) -> dict:
+        """verl's log-prob pass. With ``compare`` in the data also the divergence (``opd_divergence``) and the utility
+        (``opd_utility``, where rollouts are selected) of each token, without gradient and without an update."""
+        if tu.get_non_tensor_data(data, "compare", False):
+            data, _ = self._ask_teacher(data)
+        output = super().infer_batch(data, loss_function)
+        self._teacher_weight = None
+        return output
+
+    def _ask_teacher(self, data: TensorDict) -> tuple[TensorDict, dict[str, Metric]]:
+        """Let the teacher read its views of all rows, in one pass.
+
+        Returns:
+            The student's data, to which the teacher's hidden states and the token weights have been added; metrics.
+        """
+        recipe, temperature = self.recipe, float(data["temperature"])
+        names = ["teacher", "negative"] if recipe.weights.contrast else ["teacher"]
+        views = [_rows_of_view(data, name) for name in names]
+        with self.teacher.eval_mode():
+            # Both views in one batch: a negative view costs tokens, not a second round over the weights.
+            chunk = recipe.head_chunk if recipe.weights.contrast else 0
+            rows = tu.concat_tensordict(views) if len(views) > 1 else views[0]
+            seen = self.teacher.hidden_states(rows, temperature=temperature, chunk=chunk)
+            self._teacher_weight = self.teacher.head_weight()
+        student = data.exclude(*view_columns("teacher", "negative"))
+        student["teacher_hidden"] = _first_rows(seen["hidden"], len(data))
+        if recipe.teacher.live_share:
+            student["teacher_live"] = self.hidden_states(_rows_of_view(data, "teacher"))["hidden"]
+        tokens = sum(int(view["input_ids"].offsets()[-1]) for view in views)
+        metrics = {"opd/teacher_tokens": Metric(AggregationType.SUM, tokens * self.get_data_parallel_size())}
+        if recipe.weights.contrast:
+            scores = seen["log_probs"].values().to(data["loss_mask"].device)
+            positive, negative = scores.tensor_split([int(data["responses"].offsets()[-1])])
+            weights = recipe.weights(positive, negative)
+            student["token_weights"] = _by_row(weights, data["responses"].offsets().diff().tolist())
+            metrics |= self._margin_metrics(positive - negative, weights, data["loss_mask"].values())
+        return student, metrics
+
+    def _margin_metrics(self, margin: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+        """Exact quantiles over the tokens of all ranks: they do not add up like sums."""
+        mine = torch.stack([margin, weights])[:, mask.bool()].double().cpu()
+        parts: list[Any] = [None] * self.get_data_parallel_size()
+        dist.all_gather_object(parts, mine, group=self.get_data_parallel_group())
+        margin, weights = torch.cat(parts, dim=1)
+        if len(margin) == 0:
+            return {}
+        values = {f"opd/margin_p{q}": float(np.quantile(margin.numpy(), q / 100)) for q in (5, 25, 50, 75, 95)}
+        values["opd/margin_selected"] = (weights > 0).double().mean().item()
+        values["opd/weight_mean"] = weights.mean().item()
+        return {key: Metric(AggregationType.MEAN, value) for key, value in values.items()}
 
     def _after_step(self, metrics: dict) -> None:
         """Let the teacher follow, but only a step that was taken: verl skips the optimizer on a non-finite gradient."""
@@ -166,7 +255,7 @@ class StudentEngine(_HeadEngine):
             self.finite_steps += 1
             self.skipped_in_a_row = 0
             with self.teacher.eval_mode():
-                follow(self.recipe.teacher, self.teacher.module, self.module, self.finite_steps)
+                follow(self.recipe.teacher.rule, self.teacher.module, self.module, self.finite_steps)
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
@@ -180,31 +269,73 @@ class StudentEngine(_HeadEngine):
     def _count(self, data: TensorDict) -> Normaliser:
         mask = data["loss_mask"]
         rows = torch.stack([row.sum() > 0 for row in mask.unbind()]).sum()
-        counts = torch.stack([mask.values().sum(), rows]).to(device=get_device_id(), dtype=torch.long)
+        weights = data["token_weights"].values() if "token_weights" in data else torch.ones_like(mask.values())
+        weight = self.recipe.weights.total(weights, mask.values())
+        counts = torch.stack([mask.values().sum().double(), rows.double(), weight.double()]).to(get_device_id())
         dist.all_reduce(counts, group=self.get_data_parallel_group())
-        return Normaliser(tokens=int(counts[0]), responses=int(counts[1]), world=self.get_data_parallel_size())
+        tokens, responses, total = counts.tolist()
+        return Normaliser(int(tokens), int(responses), world=self.get_data_parallel_size(), weight=total)
 
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
+        if tu.get_non_tensor_data(micro_batch, "hidden_chunk", None) is not None:
+            return self._hidden_step(micro_batch)
         micro_batch = micro_batch.to(get_device_id())
-        teacher = None
-        if loss_function is not None:
-            teacher = (micro_batch["teacher_hidden"].values(), self._teacher_weight)
+        compared = "teacher_hidden" in micro_batch
         request = ScoreRequest(
             response_index(micro_batch, _packed(micro_batch)),
             micro_batch["responses"].values(),
             temperature=float(micro_batch["temperature"]),
             chunk=self.recipe.head_chunk,
-            teacher=teacher,
+            teacher=self._teacher_states(micro_batch) if compared else None,
             divergence=self.recipe.divergence,
+            utility_topk=self.recipe.divergence.topk if self.recipe.selects else None,
         )
         answer = self._answer(micro_batch, request)
+        if compared and loss_function is not None:
+            loss, metrics = loss_function(answer, micro_batch, self._normaliser)
+            metrics = {key: Metric(AggregationType.SUM, value) for key, value in metrics.items()}
+            output = {"utility": _row_means(answer["utility"], micro_batch)} if "utility" in answer else {}
+            return loss, {"model_output": output, "loss": loss.detach().item(), "metrics": metrics}
+        names = {
+            "log_probs": "log_probs",
+            "entropy": "entropy",
+            "divergence": "opd_divergence",
+            "utility": "opd_utility",
+        }
+        output = {names[key]: _spread(answer[key], micro_batch) for key in names if key in answer}
         if loss_function is None:
             assert forward_only, "a loss is needed to train"
-            output = {key: _spread(answer[key], micro_batch) for key in ("log_probs", "entropy")}
             return None, {"model_output": output, "loss": 1.0, "metrics": {}}
-        loss, metrics = loss_function(answer, micro_batch, self._normaliser)
-        metrics = {key: Metric(AggregationType.SUM, value) for key, value in metrics.items()}
+        # verl's own policy-gradient loss.
+        loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group())
         return loss, {"model_output": {}, "loss": loss.detach().item(), "metrics": metrics}
+
+    def _teacher_states(self, micro_batch: TensorDict) -> TeacherStates:
+        live = micro_batch["teacher_live"].values() if "teacher_live" in micro_batch else None
+        share = self.recipe.teacher.live_share
+        return TeacherStates(micro_batch["teacher_hidden"].values(), self._teacher_weight, live, share)
+
+
+def _rows_of_view(data: TensorDict, view: str) -> TensorDict:
+    """The rows as an engine takes them, with the prompt of ``view`` before the response."""
+    rows = TensorDict({}, batch_size=data.batch_size)
+    for column, name in VIEW_COLUMNS.items():
+        rows[name] = data[f"{view}_{column}"]
+    for key in ("responses", "loss_mask"):
+        rows[key] = data[key]
+    return rows
+
+
+def _first_rows(nested: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(nested.unbind())[:count], layout=torch.jagged)
+
+
+def _row_means(values: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+    """Mean over each row's tokens that count, (rows, 1); 0 for a row without any."""
+    masks = micro_batch["loss_mask"].unbind()
+    parts = values.split([len(mask) for mask in masks])
+    means = [(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in zip(parts, masks, strict=True)]
+    return torch.stack(means)[:, None]
 
 
 def distill(answer: HeadOutput, micro_batch: TensorDict, total: Normaliser, *, recipe: Recipe):
@@ -216,7 +347,7 @@ def distill(answer: HeadOutput, micro_batch: TensorDict, total: Normaliser, *, r
     return distill_loss(
         answer,
         objective=recipe.objective,
-        weights=recipe.weights,
+        token_weights=column("token_weights"),
         mask=column("loss_mask"),
         lengths=micro_batch["responses"].offsets().diff(),
         total=total,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,17 +23,20 @@ class Normaliser:
         tokens: Response tokens that count.
         responses: Responses with at least one such token.
         world: Data-parallel ranks. Gradients are averaged over ranks, so each rank's sum is scaled by it.
+        weight: What ``token_mean`` divides by where the recipe's weights ask for something else than ``tokens``.
     """
 
     tokens: int
     responses: int
     world: int
+    weight: float | None = None
 
 
 @AGGREGATIONS.register("token_mean")
 def token_mean(mask: torch.Tensor, lengths: torch.Tensor, total: Normaliser) -> torch.Tensor:
     """Every token of the global batch counts the same (BAS-OPD, OPD-V). Shapes: (N,), (rows,) -> (N,)."""
-    return mask * (total.world / max(total.tokens, 1))
+    denominator = total.tokens if total.weight is None else total.weight
+    return mask * (total.world / denominator if denominator > 0 else 0.0)
 
 
 @AGGREGATIONS.register("seq_mean_token_mean")
@@ -50,20 +52,36 @@ class Objective:
     """How token divergences become one loss.
 
     Args:
-        kind: ``distill``: differentiate the divergence.
+        kind: ``distill``: differentiate the divergence. ``advantage``: use it as a per-token advantage in verl's
+            policy-gradient loss (:mod:`opd_recipes.advantage`); the settings from ``coefficient`` on are for this kind alone.
         aggregation: ``token_mean`` or ``seq_mean_token_mean``.
         rollout_is_cap: Upper threshold of the importance weight pi_train / pi_vllm of each token; null: no correction.
         is_clip: Upper threshold of pi / pi_old when a batch is used for several updates; null: no threshold.
+        coefficient: Factor of the distillation advantage.
+        discount: Factor per token by which a token answers for the divergence that comes after it; 0: for its own alone.
+        task_advantage: verl estimator of the task reward's advantage that is added (``grpo``, ...); null: none.
     """
 
     kind: str = "distill"
     aggregation: str = "seq_mean_token_mean"
     rollout_is_cap: float | None = 2.0
     is_clip: float | None = 2.0
+    coefficient: float = 1.0
+    discount: float = 0.0
+    task_advantage: str | None = None
 
     def __post_init__(self):
-        if self.kind != "distill":
-            raise RecipeError(f"opd.objective.kind: unknown value {self.kind!r}; known: distill")
+        if self.kind not in ("distill", "advantage"):
+            raise RecipeError(f"opd.objective.kind: unknown value {self.kind!r}; known: advantage, distill")
+        if not 0 <= self.discount <= 1:
+            raise RecipeError(f"opd.objective.discount: must be in [0, 1], got {self.discount}")
+        if self.coefficient <= 0:
+            raise RecipeError(f"opd.objective.coefficient: must be above 0, got {self.coefficient}")
+        if self.kind == "distill" and (self.coefficient, self.discount, self.task_advantage) != (1.0, 0.0, None):
+            raise RecipeError(
+                "opd.objective: coefficient, discount and task_advantage belong to kind=advantage; with kind=distill leave "
+                "them at 1.0, 0.0 and null"
+            )
         AGGREGATIONS.get(self.aggregation)
         for name in ("rollout_is_cap", "is_clip"):
             value = getattr(self, name)
@@ -111,10 +129,10 @@ def distill_loss(
     outputs: dict[str, torch.Tensor],
     *,
     objective: Objective,
-    weights: Any,
     mask: torch.Tensor,
     lengths: torch.Tensor,
     total: Normaliser,
+    token_weights: torch.Tensor | None = None,
     rollout_log_probs: torch.Tensor | None = None,
     old_log_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -122,10 +140,10 @@ def distill_loss(
 
     Args:
         outputs: What :class:`~opd_recipes.topk_head.ScoreRequest` returned.
-        weights: The recipe's token weight.
         mask: (N,) 1 for tokens that count.
         lengths: (rows,) response lengths, summing to N.
         total: Sizes of the global mini-batch.
+        token_weights: (N,) of the recipe's weights; None: all 1.
         rollout_log_probs, old_log_probs: (N,) of the sampled tokens, from vLLM and from before the first update.
 
     Returns:
@@ -136,7 +154,9 @@ def distill_loss(
     coefficient = objective.token_coefficients(mask, lengths, total)
     engines, policies = objective.importance(outputs["log_probs"], rollout_log_probs, old_log_probs)
     importance = engines * policies
-    token_loss = importance * weights(outputs) * outputs["divergence"]
+    token_loss = importance * outputs["divergence"]
+    if token_weights is not None:
+        token_loss = token_loss * token_weights
     loss = (coefficient * token_loss.where(mask > 0, 0.0)).sum()
 
     share = mask.double() * (total.world / max(total.tokens, 1))

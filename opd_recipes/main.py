@@ -29,7 +29,7 @@ def run(config: DictConfig) -> None:
     Raises:
         RecipeError: The configuration cannot be run.
     """
-    from opd_recipes.recipe import check_run
+    from opd_recipes.check import check_run
 
     # On an existing cluster the trainer may run on another node than this process: it checks the files itself.
     check_run(config, files="RAY_ADDRESS" not in os.environ)
@@ -55,7 +55,7 @@ def run(config: DictConfig) -> None:
 
     class TaskRunner(stock):
         def run(self, config):
-            import opd_recipes.trainer  # noqa: F401  registers the trainer modes in this process
+            import opd_recipes.verl_registration  # noqa: F401  by its plugin too, but only where the package is installed
 
             super().run(config)
 

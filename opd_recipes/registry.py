@@ -70,7 +70,7 @@ class Registry:
         kind = spec.pop("kind")
         entry = self.get(kind, where)
         known = self.options(kind)
-        hints = get_type_hints(entry)
+        hints = _hints(entry)
         for key in spec:
             if key not in known:
                 listed = ", ".join(known) or "none"
@@ -80,6 +80,11 @@ class Registry:
         if missing:
             raise RecipeError(f"{where}: '{kind}' needs {', '.join(missing)}")
         return partial(entry, **spec)
+
+
+def _hints(entry: Callable) -> dict[str, Any]:
+    """Types of an entry's options; a class's are its constructor's, whatever attributes it declares."""
+    return get_type_hints(entry.__init__ if inspect.isclass(entry) else entry)  # type: ignore[misc]
 
 
 def check_types(where: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

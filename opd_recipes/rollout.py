@@ -20,12 +20,28 @@ from PIL import Image
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from opd_recipes.dataset import ROW_IMAGES, ROW_NUMBER, ROW_VIEW, RowImages, map_parts, prepared_images, with_images
+from opd_recipes.dataset import (
+    ROW_IMAGES,
+    ROW_NUMBER,
+    ROW_VIEW,
+    RowImages,
+    hinted,
+    map_parts,
+    prepared_images,
+    with_images,
+)
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
+from opd_recipes.selection import FEATURES, All, features
 from opd_recipes.verl_compat import undecorated
 
 logger = logging.getLogger(__name__)
+
+#: Column of a training row's features, where there is something to select.
+FEATURE_COLUMN = "opd_features"
+
+#: In the ``extra_fields`` of vLLM's answer: the mean entropy of the response (:mod:`opd_recipes.entropy_server`).
+MEAN_ENTROPY = "opd_mean_entropy"
 
 #: Tokens that stand for pixels. A policy that samples one would announce an image that is not there.
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -58,10 +74,17 @@ class Prompt:
 
 @dataclass
 class Views:
-    """Both prompts of a row; ``teacher`` is None in validation."""
+    """All prompts of a row.
+
+    Args:
+        student: What vLLM answers.
+        teacher: What the teacher reads, by view (``teacher``, ``negative``); empty in validation.
+        area_ratio: Share of the evidence in the image, a feature for selections.
+    """
 
     student: Prompt
-    teacher: Prompt | None
+    teacher: dict[str, Prompt]
+    area_ratio: float = 1.0
 
 
 # The tasks of one prompt's rollouts inherit it; passing it as an argument would send it through verl's queue.
@@ -98,7 +121,7 @@ class TwoViewAgentLoopWorker(_Worker):
         try:
             loop = asyncio.get_running_loop()
             messages, views = await loop.run_in_executor(
-                None, self._prepare, list(prompt["raw_prompt"]), source, view, trajectory["validate"]
+                None, self._prepare, list(prompt["raw_prompt"]), source, view, prompt.get("reward_model"), trajectory
             )
         except Exception as error:
             # verl waits for a status of every prompt: without one the step would hang.
@@ -119,14 +142,17 @@ class TwoViewAgentLoopWorker(_Worker):
             sampling_params = {**sampling_params, "seed": int.from_bytes(digest[:4], "big")}
         return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
 
-    def _prepare(self, messages: list[dict], source: RowImages, view: str, validate: bool) -> tuple[list[dict], Views]:
-        student_messages = with_images(messages, source.render(self.recipe.view(view)))
-        student = self._prompt(student_messages)
-        if validate:
-            return student_messages, Views(student, None)
-        return student_messages, Views(
-            student, self._prompt(with_images(messages, source.render(self.recipe.teacher_view)))
-        )
+    def _prepare(
+        self, messages: list[dict], source: RowImages, view: str, reward: dict | None, trajectory: dict
+    ) -> tuple[list[dict], Views]:
+        if trajectory["validate"]:
+            messages = with_images(messages, source.render(self.recipe.validation_views[view]))
+            return messages, Views(self._prompt(messages), {})
+        images = {name: source.render(view) for name, view in self.recipe.views.items()}
+        asked = hinted(messages, self.recipe.teacher_hint, (reward or {}).get("ground_truth"))
+        prompts = {name: self._prompt(with_images(asked, seen)) for name, seen in images.items() if name != "student"}
+        messages = with_images(messages, images["student"])
+        return messages, Views(self._prompt(messages), prompts, source.area_ratio(images))
 
     def _prompt(self, messages: list[dict]) -> Prompt:
         images = prepared_images(self.dataset_cls, self.processor, messages, self.config.data)
@@ -148,10 +174,12 @@ class TwoViewAgentLoopWorker(_Worker):
         return _views.get().student.extended(input_ids.shape[-1])[None]
 
     async def _compute_score(self, outputs, kwargs: dict) -> None:
-        if _views.get().teacher is not None:
+        if _views.get().teacher and self.recipe.objective.task_advantage is None:
             outputs[-1].reward_score = 0.0  # no reward enters training, and rows need no answer
             return
-        source = kwargs["data_source"].removesuffix("@student").removesuffix("@teacher")
+        source = kwargs["data_source"]
+        for view in self.recipe.validation_views:
+            source = source.removesuffix(f"@{view}")
         await super()._compute_score(outputs, {**kwargs, "data_source": source})
 
     async def _agent_loop_postprocess(self, output, validate: bool, **kwargs) -> None:
@@ -162,13 +190,17 @@ class TwoViewAgentLoopWorker(_Worker):
             raise RuntimeError("the agent loop changed the prompt; the teacher's would not correspond to it")
         cut_at_vision_token(output, self.banned, self.tokenizer.eos_token_id)
         kwargs["raw_prompt"] = _without_images(kwargs["raw_prompt"])
-        if views.teacher is not None:
-            response = torch.tensor(output.response_ids, dtype=views.teacher.ids.dtype)
-            ids = torch.cat([views.teacher.ids, response])
-            positions = views.teacher.extended(len(ids))
-            kwargs["teacher_input_ids"] = ids
-            kwargs["teacher_positions"] = positions.transpose(0, 1).contiguous() if positions.dim() == 2 else positions
-            kwargs["teacher_multi_modal_inputs"] = views.teacher.inputs
+        for name, prompt in views.teacher.items():
+            ids = torch.cat([prompt.ids, torch.tensor(output.response_ids, dtype=prompt.ids.dtype)])
+            positions = prompt.extended(len(ids))
+            kwargs[f"{name}_input_ids"] = ids
+            kwargs[f"{name}_positions"] = positions.transpose(0, 1).contiguous() if positions.dim() == 2 else positions
+            kwargs[f"{name}_multi_modal_inputs"] = prompt.inputs
+        entropy = output.extra_fields.pop(MEAN_ENTROPY, None)
+        if views.teacher and not isinstance(self.recipe.selection, All):
+            if entropy is None and "mean_entropy" in self.recipe.selection.needs:
+                raise RuntimeError("opd.selection needs each response's entropy, but the vLLM server did not send it")
+            kwargs[FEATURE_COLUMN] = row_features(output, views, entropy or 0.0)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
 
@@ -178,6 +210,19 @@ class TwoViewAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(TwoViewAgentLoopWorker)
+
+
+def row_features(output, views: Views, entropy: float) -> torch.Tensor:
+    """The row's :data:`~opd_recipes.selection.FEATURES` and its teacher tokens, float64 (7,).
+
+    All are 0 where no token of the response counts.
+    """
+    counted = [value for value, mask in zip(output.response_logprobs, output.response_mask, strict=True) if mask]
+    if not counted:
+        return torch.zeros(len(FEATURES) + 1, dtype=torch.float64)
+    teacher_tokens = sum(len(prompt.ids) + len(output.response_ids) for prompt in views.teacher.values())
+    values = (*features(counted), entropy, len(counted), len(views.student.ids), views.area_ratio, teacher_tokens)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def vision_token_ids(tokenizer) -> list[int]:

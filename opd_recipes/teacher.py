@@ -3,19 +3,57 @@
 A rule is called once for each parameter after each *finite* optimizer step, ``rule(teacher, student, step, ...)``, on
 the local shards of both (fp32, same shape), and changes ``teacher`` in place. ``step`` counts finite steps from 1.
 Every parameter follows the rule, the vision tower's included; buffers are left alone.
+
+Two rules say more than how weights move: ``trust_region`` mixes the live student into the teacher's logits, and
+``external`` starts from another checkpoint. :class:`Teacher` has both as plain fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from opd_recipes.registry import Registry
+from opd_recipes.registry import RecipeError, Registry
 
 TEACHERS = Registry("opd.teacher")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher of a recipe.
+
+    Args:
+        rule: Moves the teacher's weights, see above.
+        live_share: Share of the live student in the teacher's logits, in [0, 1); 0: the teacher's weights alone.
+        path: Checkpoint that the teacher starts from; None: the student's.
+    """
+
+    rule: Callable
+    live_share: float = 0.0
+    path: str | None = None
+
+    @classmethod
+    def load(cls, spec: Any) -> Teacher:
+        """Build from the ``opd.teacher`` section.
+
+        Raises:
+            RecipeError: An unknown rule, or an option that is missing or out of its range.
+        """
+        rule = TEACHERS.build(spec)
+        options = rule.keywords
+        rate, every, path = options.get("rate"), options.get("every"), options.get("path")
+        mixes = rule.func is trust_region
+        if rate is not None and not (0 < rate < 1 if mixes else 0 < rate <= 1):
+            interval = "(0, 1): at 1 it would be the student itself" if mixes else "(0, 1]"
+            raise RecipeError(f"opd.teacher.rate: the student's share must be in {interval}, got {rate}")
+        if every is not None and every < 1:
+            raise RecipeError(f"opd.teacher.every: must be at least 1 step, got {every}")
+        return cls(rule, live_share=rate if mixes and rate is not None else 0.0, path=path)
 
 
 @TEACHERS.register("ema")
@@ -36,6 +74,22 @@ def progressive(teacher: torch.Tensor, student: torch.Tensor, step: int, *, ever
         teacher.copy_(student)
 
 
+@TEACHERS.register("current")
+def current(teacher: torch.Tensor, student: torch.Tensor, step: int) -> None:
+    """The live student, only with another view. Collapses in Vision-OPD's ablation: a control, not a method."""
+    teacher.copy_(student)
+
+
+@TEACHERS.register("trust_region")
+def trust_region(teacher: torch.Tensor, student: torch.Tensor, step: int, *, rate: float) -> None:
+    """The initial checkpoint; the teacher's logits are (1 - rate) of it and ``rate`` of the live student on the same view."""
+
+
+@TEACHERS.register("external")
+def external(teacher: torch.Tensor, student: torch.Tensor, step: int, *, path: str) -> None:
+    """Another checkpoint with the same tokenizer, never changed. It may have other sizes than the student."""
+
+
 @torch.no_grad()
 def follow(rule: Callable, teacher: nn.Module, student: nn.Module, step: int) -> None:
     """Apply ``rule`` to every parameter, paired by name.
@@ -43,6 +97,8 @@ def follow(rule: Callable, teacher: nn.Module, student: nn.Module, step: int) ->
     Raises:
         ValueError: The two models have different parameters.
     """
+    if getattr(rule, "func", rule) in (frozen, trust_region, external):
+        return  # nothing moves, and an external teacher's parameters need not pair with the student's
     for model in (teacher, student):
         for module in model.modules():
             # After a forward FSDP2 may have the gathered weights in place (reshard_after_forward=false): those are copies.

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from opd_recipes.divergence import Divergence
+from opd_recipes.divergence import Divergence, utility
 
 #: What a request returns for N positions: named tensors of shape (N,) or (N, D).
 HeadOutput = dict[str, torch.Tensor]
@@ -69,13 +70,49 @@ class HiddenRequest:
 
     Args:
         index: (N,) positions in the flattened (batch * length) hidden states.
+        labels: (N,) next tokens; where given, the answer has their ``log_probs`` (N,) as well.
+        temperature, chunk: As in :class:`ScoreRequest`.
     """
 
-    def __init__(self, index: torch.Tensor):
-        self.index = index
+    def __init__(
+        self, index: torch.Tensor, labels: torch.Tensor | None = None, *, temperature: float = 1.0, chunk: int = 256
+    ):
+        self.index, self.labels = index, labels
+        self.temperature, self.chunk = temperature, chunk
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
-        return {"hidden": hidden.flatten(0, -2)[self.index]}
+        hidden = hidden.flatten(0, -2)[self.index]
+        if self.labels is None:
+            return {"hidden": hidden}
+        parts = [
+            _label_log_probs(F.linear(states, weight).float() / self.temperature, labels)
+            for states, labels in zip(hidden.split(self.chunk), self.labels.split(self.chunk), strict=True)
+        ]
+        return {"hidden": hidden, "log_probs": torch.cat(parts) if parts else hidden.new_zeros(0).float()}
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher's pass leaves for the student's head.
+
+    Args:
+        hidden: (N, D) final hidden states at the positions that predict the response tokens.
+        weight: (V, D) the teacher's whole head.
+        live: (N, D') the live student's hidden states on the teacher's view, where its logits are mixed in.
+        live_share: Its share of the logits.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    live: torch.Tensor | None = None
+    live_share: float = 0.0
+
+    def logits(self, rows: slice, student_weight: torch.Tensor) -> torch.Tensor:
+        """fp32 logits of some positions, (n, V)."""
+        logits = F.linear(self.hidden[rows], self.weight).float()
+        if self.live is None:
+            return logits
+        return logits.lerp(F.linear(self.live[rows], student_weight).float(), self.live_share)
 
 
 class ScoreRequest:
@@ -86,12 +123,14 @@ class ScoreRequest:
         labels: (N,) the next tokens.
         temperature: Divides the logits of both models.
         chunk: Positions per chunk; peak memory is a few (chunk, V) fp32 tensors.
-        teacher: ``(hidden (N, D), weight (V, D))`` of the teacher, or ``None``.
+        teacher: What the teacher's pass left, or ``None``.
         divergence: Compares the two; needed with a teacher.
+        utility_topk: Where given, also the ``utility`` of each token, over that many ids
+            (:func:`~opd_recipes.divergence.utility`).
 
     The answer has, each of shape (N,): ``log_probs`` of the labels (with gradient), ``entropy`` (without) and, with a
     teacher, ``divergence`` (with gradient), ``teacher_log_probs``, ``teacher_entropy``, ``student_mass``,
-    ``teacher_mass`` (without).
+    ``teacher_mass``, ``utility`` (without).
     """
 
     def __init__(
@@ -101,12 +140,13 @@ class ScoreRequest:
         *,
         temperature: float = 1.0,
         chunk: int = 256,
-        teacher: tuple[torch.Tensor, torch.Tensor] | None = None,
+        teacher: TeacherStates | None = None,
         divergence: Divergence | None = None,
+        utility_topk: int | None = None,
     ):
         self.index, self.labels = index, labels
         self.temperature, self.chunk = temperature, chunk
-        self.teacher, self.divergence = teacher, divergence
+        self.teacher, self.divergence, self.utility_topk = teacher, divergence, utility_topk
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
         hidden = hidden.flatten(0, -2)[self.index]
@@ -118,30 +158,24 @@ class ScoreRequest:
         parts = []
         for start in range(0, len(self.index), self.chunk):
             rows = slice(start, start + self.chunk)
-            other = self.teacher[0][rows] if self.teacher else None
             # Recomputing a chunk in backward is what keeps its logits from being stored.
-            parts.append(
-                checkpoint(self._score, hidden[rows], weight, self.labels[rows], other, gradient, use_reentrant=False)
-            )
+            parts.append(checkpoint(self._score, hidden[rows], weight, rows, gradient, use_reentrant=False))
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _score(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        teacher_hidden: torch.Tensor | None,
-        gradient: _GradientSum | None,
+        self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: _GradientSum | None
     ) -> HeadOutput:
-        logits = self._logits(hidden, weight, gradient)
+        logits, labels = self._logits(hidden, weight, gradient), self.labels[rows]
         out = {"log_probs": _label_log_probs(logits, labels), "entropy": _entropy(logits.detach())}
-        if teacher_hidden is None or self.teacher is None or self.divergence is None:
+        if self.teacher is None or self.divergence is None:
             return out
         with torch.no_grad():
-            teacher_logits = self._logits(teacher_hidden, self.teacher[1])
+            teacher_logits = self.teacher.logits(rows, weight) / self.temperature
             out["teacher_log_probs"] = _label_log_probs(teacher_logits, labels)
             out["teacher_entropy"] = _entropy(teacher_logits)
-        out["divergence"], mass = self.divergence(logits, teacher_logits)
+            if self.utility_topk is not None:
+                out["utility"] = utility(logits.detach(), teacher_logits, self.utility_topk)
+        out["divergence"], mass = self.divergence(logits, teacher_logits, labels)
         return out | mass
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum | None = None) -> torch.Tensor:
@@ -154,6 +188,7 @@ class ScoreRequest:
         keys = ["log_probs", "entropy"]
         if self.teacher:
             keys += ["divergence", "teacher_log_probs", "teacher_entropy", "student_mass", "teacher_mass"]
+            keys += ["utility"] if self.utility_topk is not None else []
         return dict.fromkeys(keys, zero.float())
 
 

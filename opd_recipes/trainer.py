@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync
+from verl.workers.utils.padding import response_from_nested
 
+from opd_recipes.advantage import divergence_for_advantage
+from opd_recipes.check import check_run
+from opd_recipes.dataset import ROW_NUMBER
+from opd_recipes.engine import view_columns
 from opd_recipes.loss import MOMENTS, pearson
-from opd_recipes.recipe import check_run
+from opd_recipes.rollout import FEATURE_COLUMN
+from opd_recipes.selection import FEATURES, All, Candidates, captured_utility
 from opd_recipes.verl_compat import LiteralSync
 from opd_recipes.worker import OpdActorRolloutRefWorker
 
-#: The columns that the update reads. The others (raw prompts, rewards, ...) stay in the queue.
+#: The columns that every update reads. The others (raw prompts, rewards, ...) stay in the queue.
 UPDATE_COLUMNS = [
     "input_ids",
     "position_ids",
@@ -25,10 +34,13 @@ UPDATE_COLUMNS = [
     "responses",
     "loss_mask",
     "rollout_log_probs",
-    "teacher_input_ids",
-    "teacher_positions",
-    "teacher_multi_modal_inputs",
 ]
+
+#: What verl's policy-gradient loss reads besides.
+ADVANTAGE_COLUMNS = ["prompts", "response_mask", "advantages", "old_log_probs"]
+
+#: In a checkpoint, beside the actor: what the selection has learned.
+SELECTOR_FILE = "selector.pt"
 
 
 # A mixin for the type checker too: its methods are those of verl's trainer.
@@ -45,6 +57,11 @@ class OpdTrainerMixin(_Trainer):
         actor = config.actor_rollout_ref.actor
         #: With one update per batch the policy that trains is the one that sampled: no old log-probs are needed.
         self.single_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+        self.selects = not isinstance(self.recipe.selection, All)
+        if "mean_entropy" in self.recipe.selection.needs:
+            from opd_recipes import entropy_server
+
+            entropy_server.install()
 
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
@@ -69,24 +86,57 @@ class OpdTrainerMixin(_Trainer):
         metrics["opd/failed_rollouts"] = failed
         return super()._balance_batch(batch, metrics, **kwargs)
 
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        # A batch that is one update is cut for ranks only, so that few padding rows join the few that were selected.
+        return dp_size if self.selects else super()._get_required_batch_multiple(dp_size)
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return batch if self.single_update else super()._compute_old_log_prob(batch, metrics)
+        if self.recipe.compares_in_update:
+            return batch if self.single_update else super()._compute_old_log_prob(batch, metrics)
+        # One pass gives the old log-probs and the divergence.
+        batch.extra_info["compare"] = True
+        batch = super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info.pop("compare", None)
+        return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self.recipe.compares_in_update:
+            divergence, mask = self._token_values(batch, "opd_divergence")
+            metrics["opd/divergence"] = float((divergence * mask).sum() / mask.sum().clamp(min=1))
+            with divergence_for_advantage(divergence, self.recipe.objective):
+                return super()._compute_advantage(batch, metrics)
         # The loss has no advantage, but verl's metrics read the column.
         zeros = [torch.zeros(tag["response_len"]) for tag in batch.tags]
         column = torch.nested.as_nested_tensor(zeros, layout=torch.jagged)
         fields = TensorDict({"advantages": column, "returns": column}, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
+    def _token_values(self, batch: KVBatchMeta, column: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a compare pass has left for each response token, and the mask; both (B, L), padded with 0."""
+        fields = [column, "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        values = response_from_nested(data[column], data["response_mask"])
+        return values.to_padded_tensor(0.0), data["response_mask"].to_padded_tensor(0).to(values.dtype)
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        columns = UPDATE_COLUMNS if self.single_update else [*UPDATE_COLUMNS, "old_log_probs"]
+        return self._update_selected(batch, metrics) if self.selects else self._update(batch, metrics)
+
+    def _update_columns(self) -> list[str]:
+        if self.recipe.compares_in_update:
+            columns = UPDATE_COLUMNS + view_columns(*(name for name in self.recipe.views if name != "student"))
+            return columns if self.single_update else [*columns, "old_log_probs"]
+        columns = UPDATE_COLUMNS + ADVANTAGE_COLUMNS
+        corrected = self.config.algorithm.rollout_correction.get("rollout_is") is not None
+        return [*columns, "rollout_is_weights"] if corrected else columns
+
+    def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's update on the columns that it reads; its metrics under our names."""
         narrow = KVBatchMeta(
             partition_id=batch.partition_id,
             keys=batch.keys,
             tags=batch.tags,
-            fields=columns,
-            extra_info=batch.extra_info or {},
+            fields=self._update_columns(),
+            extra_info={**(batch.extra_info or {}), "whole_batch": self.selects},
         )
         super()._update_actor(narrow, metrics)
         for key in [key for key in metrics if key.startswith("actor/opd/")]:
@@ -96,14 +146,96 @@ class OpdTrainerMixin(_Trainer):
             metrics["opd/rollout_pearson"] = pearson(moments)
         return batch
 
+    def _update_selected(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Update on the rollouts that the selection chooses; the others enter neither the teacher's forward nor the student's.
+
+        Returns:
+            All rollouts, and the padding rows that were added: verl's metrics read them, and it clears them.
+        """
+        keys, candidates, tokens = self._candidates(batch)
+        chosen = self.recipe.selection.choose(candidates, self.global_steps)
+        metrics["selection/share"] = len(chosen) / max(len(keys), 1)
+        metrics["selection/teacher_token_share"] = float(tokens[chosen].sum() / max(tokens.sum(), 1))
+        if not chosen:
+            return batch  # no update: neither weights nor rate nor teacher move
+        every = self.recipe.oracle_every
+        if every and self.global_steps % every == 0:
+            metrics["selection/captured_utility"] = captured_utility(chosen, self._oracle(batch, keys))
+        wanted = {keys[i] for i in chosen}
+        # With everything selected the batch stays as it is, to the order of its rows.
+        subset = batch if len(chosen) == len(keys) else batch.select_keys([key for key in batch.keys if key in wanted])
+        if subset is not batch:
+            subset = self._rebalance(subset)
+        self._update(subset, metrics)
+        utilities = dict(zip(subset.keys, sum(self.actor_rollout_wg.last_utilities(), []), strict=True))
+        metrics["selection/utility"] = float(np.mean([utilities[keys[i]] for i in chosen]))
+        if math.isfinite(metrics["actor/grad_norm"]):  # a skipped update leaves the selection as it was, too
+            learned = self.recipe.selection.learn(self.global_steps, {i: utilities[keys[i]] for i in chosen})
+            metrics.update(learned)
+        added = [i for i, key in enumerate(subset.keys) if key not in set(batch.keys)]
+        return KVBatchMeta(
+            partition_id=batch.partition_id,
+            keys=batch.keys + [subset.keys[i] for i in added],
+            tags=batch.tags + [subset.tags[i] for i in added],
+            extra_info=batch.extra_info,
+        )
+
+    def _candidates(self, batch: KVBatchMeta) -> tuple[list[str], Candidates, np.ndarray]:
+        """Keys, features and teacher tokens of the rollouts that have a token that counts, in an order that a rerun repeats."""
+        real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        fields = [FEATURE_COLUMN, ROW_NUMBER, "session_id"]
+        data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=fields)
+        columns = torch.stack(list(data[FEATURE_COLUMN])).numpy()
+        names = zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True)
+        order = [i for _, i in sorted((name, i) for i, name in enumerate(names)) if columns[i, -1] > 0]
+        rows = columns[order]
+        candidates = Candidates(**{name: rows[:, i] for i, name in enumerate(FEATURES)})
+        return [real[i] for i in order], candidates, rows[:, -1]
+
+    def _rebalance(self, batch: KVBatchMeta) -> KVBatchMeta:
+        balanced: dict[str, float] = {}
+        return super()._balance_batch(batch, balanced)
+
+    def _oracle(self, batch: KVBatchMeta, keys: list[str]) -> list[float]:
+        """The utility of every candidate under the weights of this step, without training on it."""
+        whole = batch.select_keys(batch.keys)
+        whole.extra_info.update(calculate_entropy=True, compute_loss=False, compare=True)
+        self.actor_rollout_wg.compute_log_prob(whole)
+        values, mask = self._token_values(batch.select_keys(keys), "opd_utility")
+        return ((values * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+
+    def _save_checkpoint(self):
+        state = self.recipe.selection.state_dict()
+        if state:  # before verl's part, which ends with naming the checkpoint as the latest
+            folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+            os.makedirs(folder, exist_ok=True)
+            torch.save(state, os.path.join(folder, SELECTOR_FILE))
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self):
+        super()._load_checkpoint()
+        if self.global_steps == 0:
+            return
+        trainer = self.config.trainer
+        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
+        file = os.path.join(trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder, SELECTOR_FILE)
+        if os.path.exists(file):
+            self.recipe.selection.load_state_dict(torch.load(file, weights_only=True))
+        elif self.recipe.selection.state_dict():
+            raise FileNotFoundError(
+                f"{file} is missing: the checkpoint was written without opd.selection.kind=learned, so the selector would "
+                "start anew in the middle of a run. Resume with the selection of that run, or set trainer.resume_mode=disable"
+            )
+
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        if not self.recipe.compares_in_update:
+            return
         # Rewards, advantages and returns are not computed: their zeros would only mislead.
         for key in [key for key in metrics if key.startswith("critic/")]:
             del metrics[key]
 
 
-@register_trainer("opd_sync")
 class OpdTrainerSync(OpdTrainerMixin, PPOTrainerSync):
     """``trainer.v1.trainer_mode=opd_sync``: rollout, update and weight sync take turns on the same devices."""
 

@@ -3,29 +3,36 @@
 A view is a list of steps, each ``(image, box, *, option=...) -> (image, box)``: a PIL RGB image and the evidence box in
 that image's pixels (``x0, y0, x1, y1``, right and bottom edges exclusive), or ``None`` where the row has no box. A step
 that moves pixels returns the box in the new image's pixels, so that steps compose. Steps are pure: the same row gives
-the same view on every worker and on every rollout.
+the same view on every worker and on every rollout, and the image that comes in is never changed. Steps that hide pixels
+are in :mod:`opd_recipes.masks`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from opd_recipes.registry import RecipeError, Registry
+import opd_recipes.masks  # noqa: F401  (registers its steps)
+from opd_recipes.registry import RecipeError
+from opd_recipes.view_steps import (
+    EDGE,
+    VIEWS,
+    Box,
+    Color,
+    ViewError,
+    check_box,
+    check_color,
+    check_not_negative,
+    check_positive,
+)
 
-Box = tuple[float, float, float, float]
-
-VIEWS = Registry("opd.views")
+__all__ = ["NEEDS_BOX", "VIEWS", "Box", "View", "ViewError", "check_box", "crop", "original", "redbox", "resize"]
 
 #: Steps that cannot work on a row without an evidence box.
-NEEDS_BOX = {"redbox", "crop"}
-
-
-class ViewError(ValueError):
-    """A row whose image or box cannot give the view that the recipe asks for."""
+NEEDS_BOX = {"redbox", "crop", "mask_box"}
 
 
 @VIEWS.register("original")
@@ -41,7 +48,7 @@ def redbox(
     *,
     width: int = 5,
     expand: float = 0.05,
-    color: tuple[int, int, int] = (255, 0, 0),
+    color: Color = (255, 0, 0),
 ) -> tuple[Image.Image, Box | None]:
     """Draw the evidence box (Vision-OPD, arXiv 2605.18740: 5 px wide, the box expanded by 5%).
 
@@ -50,14 +57,14 @@ def redbox(
         expand: Fraction of the box's side added to it, half on each end.
         color: RGB.
     """
-    _positive(width=width)
-    _not_negative(expand=expand)
+    check_positive(width=width)
+    check_not_negative(expand=expand)
     x0, y0, x1, y1 = check_box(box, image.size)
     dx, dy = (x1 - x0) * expand / 2, (y1 - y0) * expand / 2
     # ImageDraw's right and bottom edges are inclusive, a box's are exclusive.
     edges = (x0 - dx - width, y0 - dy - width, x1 + dx + width - 1, y1 + dy + width - 1)
     marked = image.copy()
-    ImageDraw.Draw(marked).rectangle([round(v) for v in edges], outline=tuple(color), width=width)
+    ImageDraw.Draw(marked).rectangle([round(v) for v in edges], outline=check_color(color), width=width)
     return marked, box
 
 
@@ -78,69 +85,54 @@ def crop(
         min_size: Least side of the cut-out in source pixels; a smaller one grows around the box. The cut-out is
             shifted to stay inside the image.
     """
-    _positive(zoom=zoom, min_size=min_size)
-    _not_negative(padding=padding)
+    check_positive(zoom=zoom, min_size=min_size)
+    check_not_negative(padding=padding)
     x0, y0, x1, y1 = check_box(box, image.size)
     left, right = _span(x0, x1, padding, min_size, image.width)
     top, bottom = _span(y0, y1, padding, min_size, image.height)
     size = (max(1, round((right - left) * zoom)), max(1, round((bottom - top) * zoom)))
     zoomed = image.crop((left, top, right, bottom)).resize(size, Image.Resampling.LANCZOS)
     sx, sy = size[0] / (right - left), size[1] / (bottom - top)
-    moved = ((x0 - left) * sx, (y0 - top) * sy, (x1 - left) * sx, (y1 - top) * sy)
-    return zoomed, moved
+    return zoomed, _moved((x0 - left, y0 - top, x1 - left, y1 - top), sx, sy, size)
 
 
 @VIEWS.register("resize")
-def resize(image: Image.Image, box: Box | None, *, scale: float) -> tuple[Image.Image, Box | None]:
+def resize(
+    image: Image.Image, box: Box | None, *, scale: float, restore: bool = False
+) -> tuple[Image.Image, Box | None]:
     """Scale both sides, Lanczos (RP-OPSD, arXiv 2607.24447: 0.5 for the student, a quarter of the pixels).
 
     The processor must not undo it: see the warning in :mod:`opd_recipes.dataset`.
+
+    Args:
+        scale: Factor on both sides.
+        restore: Enlarge again to the original size, Lanczos: the detail is lost, the number of image tokens is not (the
+            ablation "canvas restored" of RP-OPSD).
     """
-    _positive(scale=scale)
+    check_positive(scale=scale)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    smaller = image.resize(size, Image.Resampling.LANCZOS)
+    scaled = image.resize(size, Image.Resampling.LANCZOS)
+    if restore:
+        return scaled.resize(image.size, Image.Resampling.LANCZOS), box
     if box is None:
-        return smaller, None
-    sx, sy = size[0] / image.width, size[1] / image.height
-    return smaller, (box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy)
+        return scaled, None
+    return scaled, _moved(box, size[0] / image.width, size[1] / image.height, size)
 
 
-def _positive(**options: float) -> None:
-    for name, value in options.items():
-        if value <= 0:
-            raise ViewError(f"{name} must be above 0, got {value}")
-
-
-def _not_negative(**options: float) -> None:
-    for name, value in options.items():
-        if value < 0:
-            raise ViewError(f"{name} must not be negative, got {value}")
+def _moved(box: Box, sx: float, sy: float, size: tuple[int, int]) -> Box:
+    """A box scaled into an image of ``size``; rounding must not carry it over the edge, where the next step refuses it."""
+    x0, y0, x1, y1 = box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy
+    return max(x0, 0.0), max(y0, 0.0), min(x1, float(size[0])), min(y1, float(size[1]))
 
 
 def _span(low: float, high: float, padding: float, min_size: int, limit: int) -> tuple[int, int]:
     """The padded, grown and shifted interval of ``crop`` along one axis, in whole pixels."""
     side = max((high - low) * (1 + 2 * padding), float(min_size))
     start = (low + high - side) / 2
-    first, last = math.floor(start + 1e-6), math.ceil(start + side - 1e-6)
+    first, last = math.floor(start + EDGE), math.ceil(start + side - EDGE)
     length = min(last - first, limit)
     first = min(max(0, first), limit - length)
     return first, first + length
-
-
-def check_box(box: Sequence[float] | None, size: tuple[int, int]) -> Box:
-    """Return the box as four floats; raise :class:`ViewError` unless it is non-empty and inside the image."""
-    if box is None:
-        raise ViewError("the row has no evidence box ('bbox': [x0, y0, x1, y1] in pixels)")
-    if len(box) != 4:
-        raise ViewError(f"bbox {list(box)} must have four numbers: x0, y0, x1, y1 in pixels")
-    x0, y0, x1, y1 = (float(v) for v in box)
-    if not all(map(math.isfinite, (x0, y0, x1, y1))):
-        raise ViewError(f"bbox {list(box)} has a value that is not finite")
-    if x1 <= x0 or y1 <= y0:
-        raise ViewError(f"bbox {list(box)} is empty: x0 < x1 and y0 < y1 must hold (is it x, y, width, height?)")
-    if x0 < 0 or y0 < 0 or x1 > size[0] or y1 > size[1]:
-        raise ViewError(f"bbox {list(box)} lies outside the image of {size[0]} x {size[1]} pixels")
-    return x0, y0, x1, y1
 
 
 class View:
@@ -157,6 +149,7 @@ class View:
         known = ["provided", *VIEWS.names()]
         if not steps:
             raise RecipeError(f"{where}: name at least one step; known: {', '.join(known)}")
+        self.spec = [{"kind": step} if isinstance(step, str) else dict(step) for step in steps]
         self.kinds = [step if isinstance(step, str) else step.get("kind") for step in steps]
         for kind in self.kinds:
             if kind not in known:

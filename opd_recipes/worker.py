@@ -7,11 +7,12 @@ import os
 
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from opd_recipes.engine import TeacherEngine, loss_function
+from opd_recipes.engine import loss_function
 from opd_recipes.recipe import Recipe
 from opd_recipes.verl_compat import engine_device, row_major_positions, start_process_group
 
@@ -39,15 +40,24 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         super().init_model()
         recipe = Recipe.load(self.config.opd)
         student = self.actor.engine
-        self.teacher = TeacherEngine.beside(student)
-        student.attach(self.teacher, recipe)
-        self.actor.set_loss_fn(loss_function(recipe))
+        student.attach(recipe)
+        self.teacher = student.teacher
+        if recipe.compares_in_update:  # else verl's policy-gradient loss stays
+            self.actor.set_loss_fn(loss_function(recipe))
         # As verl does at the end of its own: vLLM, on the same device, takes what it sees free.
         aggressive_empty_cache(force_sync=True)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data):
+        if tu.pop(data, "whole_batch", default=False):
+            rows = len(data) * self.actor.engine.get_data_parallel_size()
+            tu.assign_non_tensor(data, mini_batch_size=rows, global_batch_size=rows)
         return super().update_actor(with_row_major_positions(data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def last_utilities(self) -> list[float]:
+        """The utility of each of this rank's rows in the last update, in their order."""
+        return self.actor.engine.utilities
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data):

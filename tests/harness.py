@@ -20,11 +20,11 @@ OPTIMIZER = [f"actor_rollout_ref.actor.optim.{s}" for s in ("lr=1e-3", "lr_warmu
 BASE = str(Path(data_prep.toy.__file__).parent / "base")
 
 
-def config(*overrides: str):
+def config(*overrides: str, overlay: str = "[cpu,toy]"):
     with initialize_config_module("opd_recipes.config", version_base=None):
         return compose(
             "vision_opd",
-            overrides=["+overlay=[cpu,toy]", f"actor_rollout_ref.model.path={BASE}", *OPTIMIZER, *overrides],
+            overrides=[f"+overlay={overlay}", f"actor_rollout_ref.model.path={BASE}", *OPTIMIZER, *overrides],
         )
 
 
@@ -48,7 +48,7 @@ def engines(cfg, micro_tokens: int = 4096):
     """A student with its teacher, both started from the base model, ready for ``train_batch``."""
     from verl.utils.config import omega_conf_to_dataclass
 
-    from opd_recipes.engine import StudentEngine, TeacherEngine
+    from opd_recipes.engine import StudentEngine
     from opd_recipes.recipe import Recipe
 
     actor = omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
@@ -62,9 +62,8 @@ def engines(cfg, micro_tokens: int = 4096):
         model_config=model, engine_config=settings, optimizer_config=actor.optim, checkpoint_config=actor.checkpoint
     )
     student.initialize()
-    teacher = TeacherEngine.beside(student)
-    student.attach(teacher, Recipe.load(cfg.opd))
-    return student, teacher
+    student.attach(Recipe.load(cfg.opd))
+    return student, student.teacher
 
 
 @cache
@@ -96,6 +95,7 @@ def prompt_builder():
 def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] | None = None) -> list[dict]:
     """One row for each response, on scenes of their own; ``sizes`` enlarges some student images, so prompts differ."""
     from opd_recipes.dataset import with_images
+    from opd_recipes.views import View
 
     worker = prompt_builder()
     generator = random.Random(0)
@@ -106,6 +106,7 @@ def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] |
             worker.recipe.student_view(scene.image, scene.bbox),
             worker.recipe.teacher_view(scene.image, scene.bbox),
         )
+        negative = View([{"kind": "mask_blur", "radius": 4}])(teacher, None)
         if sizes:
             student = student.resize((sizes[i], sizes[i]))
         question = [
@@ -114,9 +115,8 @@ def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] |
                 "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?"}],
             }
         ]
-        views = [
-            worker._prompt(with_images(question, [image])) for image in (student, student if same_view else teacher)
-        ]
+        shown = (student, student if same_view else teacher, negative)
+        views = [worker._prompt(with_images(question, [image])) for image in shown]
         full = [torch.cat([view.ids, torch.tensor(response, dtype=torch.long)]) for view in views]
         positions = [view.extended(len(ids)) for view, ids in zip(views, full, strict=True)]
         out.append(
@@ -130,6 +130,9 @@ def rows(responses: list[list[int]], same_view: bool = False, sizes: list[int] |
                 "teacher_input_ids": full[1],
                 "teacher_positions": positions[1].transpose(0, 1).contiguous(),
                 "teacher_multi_modal_inputs": views[1].inputs,
+                "negative_input_ids": full[2],
+                "negative_positions": positions[2].transpose(0, 1).contiguous(),
+                "negative_multi_modal_inputs": views[2].inputs,
             }
         )
     return out

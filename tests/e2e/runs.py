@@ -16,13 +16,30 @@ TIMEOUT_S = 600
 class Run:
     """A finished run: ``steps[i]`` are the metrics that were logged at step i."""
 
-    def __init__(self, folder: Path, name: str, data: Path, *overrides: str, overlay="[cpu,toy]", recipe="vision_opd"):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        data: Path,
+        *overrides: str,
+        overlay="[cpu,toy]",
+        recipe="vision_opd",
+        module="opd_recipes",
+    ):
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         metrics = self.folder / "metrics.jsonl"
         command = [
             sys.executable,
-            *("-m", "opd_recipes", "--config-name", recipe, f"+overlay={overlay}"),
+            *(
+                "-m",
+                module,
+                "--config-path",
+                "pkg://opd_recipes.config",
+                "--config-name",
+                recipe,
+                f"+overlay={overlay}",
+            ),
             f"actor_rollout_ref.model.path={BASE}",
             f"data.train_files={data}/train.parquet",
             f"data.val_files={data}/val.parquet",
@@ -36,7 +53,8 @@ class Run:
             "trainer.val_before_train=false",
             *overrides,
         ]
-        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
+        # verl's own entry point reads its platform before the configuration can say it.
+        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "VERL_PLATFORM": "cpu"}
         with (self.folder / "log.txt").open("w") as log:
             done = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False

@@ -132,21 +132,6 @@ def test_a_teacher_with_the_students_image_and_weights_is_no_teacher(folder, dat
     assert run.steps[1]["training/rollout_actor_probs_pearson_corr"] >= 0.9999
 
 
-def test_rp_opsd_trains_on_pairs_without_boxes(folder, data):
-    """The second recipe through the same loop: a smaller student view, the teacher's top-K, no evidence box in the rows."""
-    rows = datasets.load_dataset("parquet", data_files=str(data / "train.parquet"), cache_dir=str(folder))["train"]
-    pairs = folder / "pairs"
-    pairs.mkdir()
-    rows.remove_columns(["bbox", "reward_model"]).to_parquet(pairs / "train.parquet")
-    (pairs / "val.parquet").write_bytes((data / "val.parquet").read_bytes())
-    views = ["opd.views.student=[{kind: resize, scale: 0.5}]", "opd.views.teacher=[{kind: original}]"]
-    run = Run(folder, "rp_opsd", pairs, *views, recipe="rp_opsd").ok()
-    for step in (1, 2):
-        metrics = run.steps[step]
-        assert metrics["opd/divergence"] > 0 and metrics["opd/rollout_pearson"] >= 0.9999
-        assert metrics["prompt_length/max"] == 29  # 9 image tokens of the 36 that the whole scene has
-
-
 def test_a_bad_row_stops_the_run_with_its_place(folder, data):
     rows = datasets.load_dataset("parquet", data_files=str(data / "train.parquet"), cache_dir=str(folder))["train"]
     broken = folder / "broken"

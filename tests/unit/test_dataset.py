@@ -56,13 +56,13 @@ def test_a_row_travels_as_bytes(tmp_path):
     assert "images" not in item and "bbox" not in item
     source: RowImages = item[ROW_IMAGES]
     assert source.box == [10, 10, 30, 30] and isinstance(source.images[0]["bytes"], bytes)
-    student, teacher = (source.render(data.recipe.view(name))[0] for name in ("student", "teacher"))
+    student, teacher = (source.render(data.recipe.views[name])[0] for name in ("student", "teacher"))
     assert student.size == (96, 64) and teacher.size == (96, 96)
 
 
 def test_validation_gives_each_row_once_for_each_view(tmp_path):
     data = load(tmp_path, [row(0), row(1)])
-    data.set_views(("student", "teacher"))
+    data.set_views(data.recipe.validation_views)
     seen = [(data[i]["index"], data[i][ROW_VIEW], data[i]["data_source"]) for i in range(len(data))]
     assert seen == [(i, view, f"test@{view}") for i in (0, 1) for view in ("student", "teacher")]
 
@@ -71,7 +71,7 @@ def test_training_needs_no_answer_and_validation_says_so(tmp_path):
     data = load(tmp_path, [{k: v for k, v in row(i).items() if k != "reward_model"} for i in range(2)])
     assert "reward_model" not in data[0]
     with pytest.raises(RecipeError, match="validation needs reward_model.ground_truth.*0rows.parquet, row 0"):
-        data.set_views(("student", "teacher"))
+        data.set_views(data.recipe.validation_views)
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
@@ -128,7 +128,7 @@ def test_rows_are_named_by_their_place_in_the_file_also_after_others_were_left_o
     rows = [{**row(0), "bbox": [1.0, 1.0, 1.0, 1.0]}, row(1), {**row(2), "reward_model": None}]
     data = load(tmp_path, rows, "opd.on_bad_row=skip")
     with pytest.raises(RecipeError, match="1 rows have none, first .*0rows.parquet, row 2"):
-        data.set_views(("student", "teacher"))
+        data.set_views(data.recipe.validation_views)
 
 
 def test_no_row_left(tmp_path):

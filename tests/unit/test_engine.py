@@ -49,20 +49,26 @@ def response_logits(model, ids, positions, inputs, length):
     return logits[len(ids) - length - 1 : len(ids) - 1]
 
 
+def view_logits(model, row, view):
+    """What the model says after ``teacher`` or ``negative``."""
+    columns = (row[f"{view}_{name}"] for name in ("input_ids", "positions", "multi_modal_inputs"))
+    ids, positions, inputs = columns
+    with torch.no_grad():
+        return response_logits(model, ids, positions.T, inputs, len(row["responses"]))
+
+
 def scored(student, teacher, rows):
     """Rows for :func:`reference.loss`."""
     out = []
     for row in rows:
         n = len(row["responses"])
         ours = response_logits(student, row["input_ids"], row["position_ids"], row["multi_modal_inputs"], n)
-        with torch.no_grad():
-            theirs = response_logits(
-                teacher, row["teacher_input_ids"], row["teacher_positions"].T, row["teacher_multi_modal_inputs"], n
-            )
+        theirs = view_logits(teacher, row, "teacher")
         out.append(
             {
                 "student": ours,
                 "teacher": theirs,
+                "negative": view_logits(teacher, row, "negative"),
                 "labels": row["responses"],
                 "mask": row["loss_mask"],
                 "rollout": row["rollout_log_probs"],
@@ -247,13 +253,19 @@ def test_all_rows_masked_is_no_update_of_the_loss(rows):
 
 
 @pytest.mark.parametrize(
-    ("kind", "extra"), [("forward_kl", "~opd.divergence.alpha"), ("reverse_kl", "~opd.divergence.alpha")]
+    ("kind", "options"),
+    [
+        ("forward_kl", {}),
+        ("reverse_kl", {}),
+        ("bc_reverse_kl", {"support": "teacher", "tail": "none"}),
+        ("sampled_kl", {"estimator": "k2"}),
+    ],
 )
-def test_other_divergences_through_the_engine(rows, kind, extra):
-    student, _ = harness.engines(harness.config(f"opd.divergence.kind={kind}", extra))
+def test_other_divergences_through_the_engine(rows, kind, options):
+    student, _ = harness.engines(harness.config(f"opd/divergence={kind}"))
     out = harness.update(without_step(student), harness.batch(rows))
     model = load()
-    expected = reference.loss(scored(model, model, rows), kind=kind)
+    expected = reference.loss(scored(model, model, rows), kind=kind, **options)
     assert out["loss"] == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -313,3 +325,169 @@ def test_non_finite_gradients_in_a_row_stop_the_run(rows):
     harness.update(student, harness.batch(bad))
     with pytest.raises(FloatingPointError, match="2 updates in a row.*lower learning rate"):
         harness.update(student, harness.batch(bad))
+
+
+MARGIN = ["opd/weights=margin", "opd.views.negative=[{kind: noise}]", "opd.objective.aggregation=token_mean"]
+
+
+@pytest.mark.parametrize("normaliser", ["valid_tokens", "selected", "weight_sum"])
+@pytest.mark.parametrize("micro_tokens", [64, 4096])
+def test_margin_weights_equal_a_float64_reference(rows, normaliser, micro_tokens):
+    """OPD-V: relu(log q+ - log q-) of the sampled token times the divergence, one teacher pass over both views."""
+    student, _ = harness.engines(harness.config(*MARGIN, f"opd.weights.normaliser={normaliser}"), micro_tokens)
+    out = harness.update(without_step(student), harness.batch(rows, micro_tokens=micro_tokens))
+    model = load()
+    table = scored(model, model, rows)
+    margins = []
+    for row in table:
+        log_q = [row[view].log_softmax(-1).gather(1, row["labels"][:, None])[:, 0] for view in ("teacher", "negative")]
+        margins.append(log_q[0] - log_q[1])
+    flat = torch.cat(margins)
+    relu = flat.clamp(min=0)
+    denominator = {"valid_tokens": len(flat), "selected": (flat > 0).sum(), "weight_sum": relu.sum()}[normaliser]
+    # The reference's rows one token long, so that its token mean is one term of the sum.
+    tokens = [{**{k: v[t : t + 1] for k, v in row.items()}} for row in table for t in range(len(row["labels"]))]
+    expected = sum(w * reference.loss([token], aggregation="token_mean") for w, token in zip(relu, tokens, strict=True))
+    assert 0 < (flat > 0).sum() < len(flat)
+    assert out["loss"] == pytest.approx((expected / denominator).item(), rel=1e-4)
+    assert out["opd/margin_selected"] == pytest.approx((flat > 0).double().mean().item())
+    for q in (5, 25, 50, 75, 95):
+        assert out[f"opd/margin_p{q}"] == pytest.approx(torch.quantile(flat, q / 100).item(), abs=1e-4)
+    both = sum(len(row["teacher_input_ids"]) + len(row["negative_input_ids"]) for row in rows)
+    assert out["opd/teacher_tokens"] == both
+
+
+def test_trust_region_mixes_the_live_student_on_the_teachers_view(rows):
+    """After a step student and reference differ; the teacher's logits are between theirs."""
+    student, teacher = harness.engines(harness.config("opd/teacher=trust_region", "opd.teacher.rate=0.3"))
+    harness.update(student, harness.batch(rows))
+    out = harness.update(without_step(student), harness.batch(rows))
+    model, live = load(), load()
+    live.load_state_dict(harness.full_weights(student.module), strict=False)
+    live.double()
+    table = scored(live, model, rows)
+    for row, score in zip(rows, table, strict=True):
+        score["teacher"] = torch.lerp(score["teacher"], view_logits(live, row, "teacher"), 0.3)
+    assert out["loss"] == pytest.approx(reference.loss(table).item(), rel=1e-4)
+    untouched = load().state_dict()
+    for name, weight in harness.full_weights(teacher.module).items():
+        assert torch.equal(weight.double(), untouched[name]), name
+
+
+def test_an_external_teacher_may_have_other_sizes(rows, tmp_path):
+    """Another checkpoint, one layer less: compared by logits, never changed by the student's steps."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+
+    config = AutoConfig.from_pretrained(harness.BASE)
+    config.text_config.num_hidden_layers -= 1
+    if getattr(config.text_config, "layer_types", None):
+        config.text_config.layer_types = config.text_config.layer_types[:-1]
+    torch.manual_seed(0)
+    other = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float()
+    other.save_pretrained(tmp_path)
+    AutoProcessor.from_pretrained(harness.BASE).save_pretrained(tmp_path)
+    student, teacher = harness.engines(harness.config("opd/teacher=external", f"opd.teacher.path={tmp_path}"))
+    before = harness.full_weights(teacher.module)
+    out = harness.update(student, harness.batch(rows))
+    expected = reference.loss(scored(load(), other.double(), rows))
+    assert out["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert all(torch.equal(before[name], weight) for name, weight in harness.full_weights(teacher.module).items())
+
+
+SELECTING = ["opd/selection=random", "opd.divergence.topk=12"]
+
+
+@pytest.mark.parametrize("micro_tokens", [64, 4096])
+def test_utilities_come_back_in_the_order_of_the_rows(rows, micro_tokens):
+    student, _ = harness.engines(harness.config(*SELECTING), micro_tokens)
+    masked = [dict(row) for row in rows]
+    masked[2]["loss_mask"] = torch.tensor([1, 0, 1, 0])
+    harness.update(without_step(student), harness.batch(masked, micro_tokens=micro_tokens))
+    model = load()
+    expected = []
+    for row in scored(model, model, masked):
+        values = [reference.utility(p.detach(), q, 12) for p, q in zip(row["student"], row["teacher"], strict=True)]
+        kept = [value for value, counts in zip(values, row["mask"], strict=True) if counts]
+        expected.append(sum(kept) / max(len(kept), 1))
+    assert student.utilities == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_compare_pass_gives_divergence_and_utility_without_an_update(rows):
+    from verl.utils import tensordict_utils as tu
+
+    student, _ = harness.engines(harness.config(*SELECTING))
+    data = harness.batch(rows)
+    tu.assign_non_tensor(data, compare=True)
+    before = harness.full_weights(student.module)
+    with student.eval_mode():
+        out = student.infer_batch(data)["model_output"]
+    assert all(torch.equal(before[n], w) for n, w in harness.full_weights(student.module).items())
+    model = load()
+    for i, row in enumerate(scored(model, model, rows)):
+        n = len(row["labels"])
+        found = {key: out[key].unbind()[i] for key in ("log_probs", "opd_divergence", "opd_utility")}
+        found = {key: value[len(value) - n - 1 : -1].double() for key, value in found.items()}
+        pairs = list(zip(row["student"].detach(), row["teacher"], strict=True))
+        exact = row["student"].detach().log_softmax(-1).gather(1, row["labels"][:, None])[:, 0]
+        torch.testing.assert_close(found["log_probs"], exact, atol=2e-5, rtol=1e-5)
+        for key, formula in (
+            ("opd_divergence", lambda p, q: float(reference.divergence(p, q, k=12))),
+            ("opd_utility", lambda p, q: float(reference.utility(p, q, 12))),
+        ):
+            expected = torch.tensor([formula(p, q) for p, q in pairs], dtype=torch.float64)
+            torch.testing.assert_close(found[key], expected, atol=1e-5, rtol=1e-3)
+
+
+def test_the_advantage_objective_is_verls_policy_gradient_loss(rows):
+    """Loss and gradient of -A exp(log p - log p_old) by token mean, at p = p_old; the teacher follows all the same."""
+    from functools import partial
+
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.utils.losses import ppo_loss
+
+    cfg = harness.config("opd.teacher.rate=0.5", overlay="[cpu,toy,advantage]")
+    student, teacher = harness.engines(cfg)
+    model = load()
+    generator = torch.Generator().manual_seed(2)
+    ready, expected, count = [], 0.0, sum(map(len, RESPONSES))
+    for row in rows:
+        n = len(row["responses"])
+        logits = response_logits(model, row["input_ids"], row["position_ids"], row["multi_modal_inputs"], n)
+        log_probs = logits.log_softmax(-1).gather(1, row["responses"][:, None])[:, 0]
+        advantage = torch.randn(n, generator=generator)
+        expected = expected - (advantage.double() * log_probs).sum() / count
+        ready.append(
+            {
+                **{
+                    key: row[key]
+                    for key in ("input_ids", "position_ids", "multi_modal_inputs", "responses", "loss_mask")
+                },
+                "prompts": row["input_ids"][: len(row["input_ids"]) - n],
+                "response_mask": row["loss_mask"],
+                "advantages": advantage,
+                "old_log_probs": log_probs.detach().float(),
+            }
+        )
+    expected.backward()
+    data = harness.batch(ready, micro_tokens=120)
+    tu.assign_non_tensor(data, global_batch_size=len(ready))
+    kept = {}
+    step = student.optimizer_step
+
+    def look_and_step():
+        kept.update(harness.full_gradients(student.module))
+        return step()
+
+    student.optimizer_step = look_and_step
+    actor = omega_conf_to_dataclass(cfg.actor_rollout_ref.actor)
+    before = harness.full_weights(teacher.module)
+    with student.train_mode():
+        student.train_batch(data, partial(ppo_loss, actor))
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    scale = max(g.abs().max().item() for g in exact.values())
+    for name, grad in kept.items():
+        torch.testing.assert_close(grad.double(), exact[name], atol=2e-5 * scale, rtol=2e-3)
+    after = harness.full_weights(student.module)
+    for name, weight in harness.full_weights(teacher.module).items():
+        torch.testing.assert_close(weight, (before[name] + after[name]) / 2, atol=1e-7, rtol=1e-6)

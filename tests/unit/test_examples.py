@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from opd_recipes.recipe import check_run
+from opd_recipes.check import check_run
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples").glob("*.sh"))
 VARIABLES = {"MODEL": "org/model", "TRAIN": "train.parquet", "VAL": "val.parquet", "OUT": "/shared/run"}

@@ -5,9 +5,6 @@ import torch
 
 from opd_recipes.loss import Normaliser, Objective, distill_loss, pearson
 from opd_recipes.registry import RecipeError
-from opd_recipes.weights import WEIGHTS
-
-NONE = WEIGHTS.build("none")
 
 
 def outputs(divergence, log_probs=None):
@@ -24,7 +21,7 @@ def run(out, lengths, mask=None, total=None, objective=None, **kwargs):
     rows = [part.any().item() for part in mask.split(lengths.tolist())]
     total = total or Normaliser(tokens=int(mask.sum()), responses=sum(rows), world=1)
     objective = objective or Objective()
-    return distill_loss(out, objective=objective, weights=NONE, mask=mask, lengths=lengths, total=total, **kwargs)
+    return distill_loss(out, objective=objective, mask=mask, lengths=lengths, total=total, **kwargs)
 
 
 def test_sequence_mean_by_hand():
@@ -80,6 +77,20 @@ def test_truncated_importance_weight_by_hand():
     assert metrics["opd/importance_capped"] == pytest.approx(1 / 3)
     loss, _ = run(out, [3], rollout_log_probs=rollout, objective=Objective(rollout_is_cap=None))
     assert loss.item() == pytest.approx(1)
+
+
+def test_token_weights_by_hand():
+    """OPD-V: the weighted sum over all valid tokens, the unselected ones included in the denominator."""
+    weights = torch.tensor([0.0, 0.5, 2.0, 1.0])
+    by_token = Objective(aggregation="token_mean")
+    loss, _ = run(outputs([1.0, 2.0, 3.0, 10.0]), [3, 1], objective=by_token, token_weights=weights)
+    assert loss.item() == pytest.approx((0.5 * 2 + 2 * 3 + 10) / 4)
+    total = Normaliser(tokens=4, responses=2, world=1, weight=3.5)
+    loss, _ = run(outputs([1.0, 2.0, 3.0, 10.0]), [3, 1], objective=by_token, token_weights=weights, total=total)
+    assert loss.item() == pytest.approx((0.5 * 2 + 2 * 3 + 10) / 3.5)
+    nothing = Normaliser(tokens=4, responses=2, world=1, weight=0.0)
+    loss, _ = run(outputs([1.0, 2.0, 3.0, 10.0]), [3, 1], objective=by_token, token_weights=weights * 0, total=nothing)
+    assert loss.item() == 0
 
 
 def test_several_updates_use_the_old_policy():

@@ -1,5 +1,6 @@
 """Configurations, valid and senseless: what is refused is refused before Ray starts, by a message with the remedy."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from opd_recipes.recipe import Recipe, check_run
+from opd_recipes.check import check_run
+from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 
 OVERLAYS = "+overlay=[cpu,toy]"
@@ -26,11 +28,16 @@ def config(*overrides, name="vision_opd"):
         return compose(name, overrides=[*FILES, *overrides])
 
 
+def separate(overrides):
+    """One string for each override; a space inside a value is not followed by a key."""
+    return re.split(r" (?=[+~]?[\w./]+=)", overrides)
+
+
 def test_vision_opd_has_the_papers_values():
     c = config()
     recipe = check_run(c)
     assert recipe.student_view.kinds == ["redbox"] and recipe.teacher_view.kinds == ["crop"]
-    assert recipe.teacher.func.__name__ == "ema" and recipe.teacher.keywords == {"rate": 0.05}
+    assert c.opd.teacher == {"kind": "ema", "rate": 0.05} and recipe.teacher.live_share == 0
     assert c.opd.divergence == {"kind": "jsd", "alpha": 0.5, "support": "student", "tail": "bucket", "topk": 100}
     assert (recipe.objective.aggregation, recipe.objective.rollout_is_cap) == ("seq_mean_token_mean", 2.0)
     actor, rollout = c.actor_rollout_ref.actor, c.actor_rollout_ref.rollout
@@ -46,9 +53,62 @@ def test_rp_opsd_has_the_papers_values():
     recipe = check_run(c := config(name="rp_opsd"))
     assert c.opd.divergence == {"kind": "bc_reverse_kl", "support": "teacher", "tail": "none", "topk": 100}
     assert c.opd.views.student == [{"kind": "resize", "scale": 0.5}] and recipe.teacher_view.kinds == ["original"]
-    assert recipe.teacher.keywords == {"rate": 0.05} and recipe.objective.aggregation == "token_mean"
-    assert not recipe.needs_box
+    assert c.opd.teacher == {"kind": "ema", "rate": 0.05} and recipe.objective.aggregation == "token_mean"
+    assert not any(view.needs_box for view in recipe.views.values())
     check_run(config("+overlay=[cpu,toy,toy_rp_opsd]", name="rp_opsd"))
+
+
+def test_opd_v_has_the_papers_values():
+    recipe = check_run(c := config(name="opd_v"))
+    assert c.opd.divergence == {"kind": "jsd", "alpha": 0.5, "support": "student", "tail": "bucket", "topk": 100}
+    assert c.opd.weights == {"kind": "margin", "threshold": 0.0, "normaliser": "valid_tokens"}
+    assert c.opd.teacher == {"kind": "ema", "rate": 0.05} and recipe.objective.aggregation == "token_mean"
+    assert recipe.negative_view.kinds == ["crop", "mask_rectangle"] and recipe.teacher_view.kinds == ["crop"]
+
+
+def test_bas_opd_has_the_papers_values():
+    recipe = check_run(c := config(name="bas_opd"))
+    assert c.opd.divergence == {"kind": "jsd", "alpha": 0.5, "support": "student", "tail": "renormalise", "topk": 100}
+    selection = recipe.selection
+    assert (selection.budget, selection.exploration, selection.hidden) == (0.25, 0.1, 32)
+    assert (selection.capacity, selection.minibatch, selection.updates_per_step, selection.warmup) == (512, 256, 2, 96)
+    assert (selection.lr, selection.huber_delta, selection.rank_weight) == (1e-3, 1.0, 0.2)
+    assert (selection.half_life, selection.momentum) == (10, 0.99) and recipe.objective.aggregation == "token_mean"
+
+
+def test_opsd_has_the_papers_values():
+    recipe = check_run(c := config(name="opsd"))
+    assert c.opd.teacher == {"kind": "frozen"} and "{answer}" in recipe.teacher_hint
+    assert c.opd.divergence.kind == "jsd" and c.opd.divergence.alpha == 0.5
+    assert recipe.student_view.kinds == recipe.teacher_view.kinds == ["original"]
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        "opd/teacher=frozen",
+        "opd/teacher=current",
+        "opd/teacher=trust_region opd.teacher.rate=0.1",
+        "opd/teacher=progressive opd.teacher.every=50",
+        "opd/teacher=external opd.teacher.path=data_prep/toy/base",
+        "opd/divergence=forward_kl",
+        "opd/divergence=reverse_kl",
+        "opd/divergence=bc_reverse_kl",
+        "opd/divergence=sampled_kl",
+        "opd.divergence.support=union",
+        "opd.divergence.support=full opd.divergence.tail=none",
+        "opd/selection=random",
+        "opd/selection=entropy opd.selection.budget=0.1",
+        "opd/selection=learned opd.oracle_every=10",
+        "opd/weights=binary_margin opd.views.negative=[{kind: crop},{kind: mask_box}]",
+        "+overlay=advantage",
+        "+overlay=advantage opd.objective.task_advantage=grpo",
+        "+overlay=advantage opd/divergence=sampled_kl opd.divergence.estimator=k1 opd.objective.discount=0",
+        "opd.validation_views=[student,{half:[{kind:resize,scale:0.5}]}]",
+    ],
+)
+def test_an_ablation_is_a_word_on_the_command_line(swap):
+    check_run(config(*separate(swap)))
 
 
 @pytest.mark.parametrize(
@@ -70,27 +130,70 @@ def test_overlays_make_valid_recipes(overlay):
     check_run(config(f"+overlay={overlay}"))
 
 
+NEGATIVE = "opd/weights=margin opd.views.negative=[{kind:crop},{kind:mask_box}]"
+
 REFUSED = [
-    ("opd.views.student=[{kind: blur}]", "opd.views.student: unknown value 'blur'; known: provided, crop"),
+    ("opd.views.student=[{kind: blur}]", "opd.views.student: unknown value .blur.; known: provided, blank, crop"),
     ("opd.views.student=[{kind: provided}]", "use original or redbox"),
     ("opd.views.teacher=[{kind: crop, zoom: two}]", "opd.views.teacher.zoom: expected float"),
     ("opd.views.teacher=[]", "name at least one step"),
-    ("opd.teacher.kind=emma", "known: ema, frozen, progressive"),
+    ("opd.teacher.kind=emma", "known: current, ema, external, frozen, progressive, trust_region"),
     ("opd.teacher.rate=0", r"must be in \(0, 1\]"),
     ("opd.teacher.rate=1.5", r"must be in \(0, 1\]"),
-    ("opd.teacher={kind: frozen, rate: 0.1}", "'frozen' has no option 'rate'"),
-    ("opd.divergence.kind=jsb", "known: bc_reverse_kl, forward_kl, jsd, reverse_kl"),
+    ("opd.teacher.kind=frozen", "'frozen' has no option 'rate'"),
+    ("opd/teacher=trust_region opd.teacher.rate=1", r"must be in \(0, 1\): at 1 it would be the student itself"),
+    ("opd/teacher=progressive opd.teacher.every=0", "opd.teacher.every: must be at least 1 step"),
+    ("opd/teacher=external opd.teacher.path=/nowhere/model", "opd.teacher.path: /nowhere/model does not exist"),
+    ("opd.divergence.kind=jsb", "known: bc_reverse_kl, forward_kl, jsd, reverse_kl, sampled_kl"),
     ("opd.divergence.alpha=0", "forward_kl"),
     ("opd.divergence.alpha=1", "reverse_kl"),
     ("opd.divergence.kind=forward_kl", "'forward_kl' has no option 'alpha'"),
-    ("opd.divergence.support=both", "known: full, student, teacher"),
+    ("opd.divergence.support=both", "known: full, sampled, student, teacher, union"),
     ("opd.divergence.support=full", "set tail=none"),
     ("opd.divergence.tail=none", "set tail=bucket or tail=renormalise"),
     ("opd.divergence.topk=0", "at least 1"),
-    ("opd.weights.kind=margins", "opd.weights: unknown value 'margins'; known: none"),
-    ("opd.selection.kind=some", "opd.selection: unknown value 'some'; known: all"),
+    ("opd.weights.kind=margins", "opd.weights: unknown value 'margins'; known: binary_margin, margin, none"),
+    ("opd/weights=margin", "opd.weights.kind=margin compares two views.*opd.views.negative is not set"),
+    ("opd.views.negative=[{kind: mask_blur}]", "opd.weights.kind=none does not read it"),
+    ("opd/weights=margin opd.views.negative=[{kind: crop, zoom: 2.0}]", "the same as opd.views.teacher"),
+    (f"{NEGATIVE} opd.weights.normaliser=tokens", "known: valid_tokens, selected, weight_sum"),
+    (f"{NEGATIVE} opd.weights.normaliser=selected", "set aggregation=token_mean"),
+    (f"{NEGATIVE} opd.weights.threshold=-0.5", "opd.weights.threshold: must not be negative"),
+    ("opd.teacher_hint=think", r"has no \{answer\}"),
+    ("opd.selection.kind=some", "opd.selection: unknown value 'some'; known: all, entropy, learned, random"),
+    ("opd.selection.kind=random", "'random' needs budget"),
+    ("opd/selection=learned opd.selection.budget=0", r"opd.selection.budget.*\(0, 1\]"),
+    ("opd/selection=learned opd.selection.budget=25", r"opd.selection.budget.*\(0, 1\]"),
+    ("opd/selection=learned +opd.selection.exploration=2", "opd.selection.exploration"),
+    ("opd/selection=random actor_rollout_ref.actor.ppo_mini_batch_size=48", "selected rollouts are one update"),
+    ("opd/selection=random actor_rollout_ref.actor.ppo_epochs=2", "selected rollouts are one update"),
+    ("opd/selection=random actor_rollout_ref.actor.shuffle=true", "rows and utilities would not match"),
+    ("opd.oracle_every=5", "opd.selection.kind=all has nothing to capture"),
+    ("opd/selection=random opd.oracle_every=-1", "must not be negative"),
+    ("+opd.divergence.estimator=k2", "'jsd' has no option 'estimator'"),
+    ("opd/divergence=sampled_kl opd.divergence.estimator=k1", "its derivative is 0 in expectation"),
+    ("opd/divergence=sampled_kl opd.divergence.support=student", "support=sampled"),
+    ("opd.divergence.support=sampled opd.divergence.tail=none", "sampled_kl"),
+    ("opd.divergence.support=union opd.divergence.tail=none", "set tail=bucket or tail=renormalise"),
+    ("algorithm.adv_estimator=opd_topk", "belong together; use .overlay=advantage"),
+    ("+overlay=advantage algorithm.adv_estimator=grpo", "belong together"),
+    ("+overlay=advantage opd.objective.discount=0", "noise with mean 0. Set discount above 0"),
+    ("+overlay=advantage opd.objective.discount=1.5", r"opd.objective.discount: must be in \[0, 1\]"),
+    ("+overlay=advantage opd.objective.coefficient=0", "opd.objective.coefficient: must be above 0"),
+    ("+overlay=advantage opd.objective.rollout_is_cap=2.0", "set it to null"),
+    ("+overlay=advantage opd.objective.is_clip=2.0", "set it to null"),
+    ("+overlay=advantage opd/selection=random", "verl's policy-gradient loss knows no selection"),
+    (f"+overlay=advantage {NEGATIVE}", "verl's policy-gradient loss knows no weights"),
+    ("+overlay=advantage actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "set loss_agg_mode=token-mean"),
+    (
+        "+overlay=advantage opd.objective.task_advantage=grop",
+        "opd.objective.task_advantage: unknown value 'grop'; known: ",
+    ),
+    ("+overlay=advantage opd.objective.task_advantage=gae", "gae needs a critic"),
+    ("opd.objective.discount=0.9", "belong to kind=advantage"),
+    ("opd.objective.task_advantage=grpo", "belong to kind=advantage"),
     ("opd.objective.aggregation=mean", "known: seq_mean_token_mean, token_mean"),
-    ("opd.objective.kind=advantage", "known: distill"),
+    ("opd.objective.kind=adv", "known: advantage, distill"),
     ("opd.objective.rollout_is_cap=0", "must be above 0"),
     ("opd.validation_views=[full]", "known: student, teacher"),
     ("opd.validation_views=[]", "at least one"),
@@ -133,7 +236,7 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "words"), REFUSED, ids=[override for override, _ in REFUSED])
 def test_refused(override, words):
     with pytest.raises(RecipeError, match=words):
-        check_run(config(override))
+        check_run(config(*separate(override)))
 
 
 def test_seeded_rollouts_on_cpu_need_whole_prefills():
@@ -162,5 +265,5 @@ def test_the_command_line_refuses_before_ray_starts(tmp_path):
     command = [sys.executable, "-m", "opd_recipes", "--config-name", "vision_opd", "opd.divergence.tail=none"]
     run = subprocess.run([*command, f"hydra.run.dir={tmp_path}"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith("opd_recipes: opd.divergence: kind=jsd over student's top-K")
+    assert run.stderr.strip().splitlines()[-1].startswith("opd_recipes: opd.divergence: kind=jsd over support=student")
     assert "Traceback" not in run.stderr and "Ray" not in run.stdout + run.stderr

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from opd_recipes.registry import RecipeError
-from opd_recipes.teacher import TEACHERS, follow
+from opd_recipes.teacher import TEACHERS, Teacher, follow
 
 
 class Pair(nn.Module):
@@ -40,6 +40,18 @@ def test_frozen_and_progressive():
     assert steps({"kind": "progressive", "every": 2})[1] == [0, 2.0, 2.0]
 
 
+def test_current_is_the_live_student():
+    assert steps("current")[1] == [1.0, 2.0, 3.0]
+
+
+def test_trust_region_and_external_do_not_move():
+    assert steps({"kind": "trust_region", "rate": 0.2})[1] == [0, 0, 0]
+    assert steps({"kind": "external", "path": "x"})[1] == [0, 0, 0]
+    assert Teacher.load({"kind": "trust_region", "rate": 0.2}).live_share == 0.2
+    assert Teacher.load({"kind": "ema", "rate": 0.2}).live_share == 0
+    assert Teacher.load({"kind": "external", "path": "x"}).path == "x" and Teacher.load("frozen").path is None
+
+
 def test_parameters_are_paired_by_name():
     class Other(nn.Module):
         def __init__(self):
@@ -48,7 +60,8 @@ def test_parameters_are_paired_by_name():
             self.video = nn.Parameter(torch.zeros(2, 2))
 
     with pytest.raises(ValueError, match="2 parameters.*'video', 'vision'"):
-        follow(TEACHERS.build("frozen"), Other(), Pair(0.0), 1)
+        follow(TEACHERS.build("ema"), Other(), Pair(0.0), 1)
+    follow(TEACHERS.build({"kind": "external", "path": "x"}), Other(), Pair(0.0), 1)  # may be another model
 
 
 def test_progressive_needs_its_interval():

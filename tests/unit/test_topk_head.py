@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from opd_recipes.divergence import Divergence
-from opd_recipes.topk_head import HiddenRequest, ScoreRequest, StreamedHead
+from opd_recipes.topk_head import HiddenRequest, ScoreRequest, StreamedHead, TeacherStates
+from tests import reference
 
 D, V, K = 16, 53, 7
 
@@ -25,7 +26,8 @@ def streamed(chunk, temperature=1.0, divergence=None):
     hidden.requires_grad_()
     head = StreamedHead(linear)
     divergence = divergence or Divergence("jsd", "student", "bucket", K)
-    request = ScoreRequest(index, labels, temperature=temperature, chunk=chunk, teacher=teacher, divergence=divergence)
+    states = TeacherStates(*teacher)
+    request = ScoreRequest(index, labels, temperature=temperature, chunk=chunk, teacher=states, divergence=divergence)
     with head.serving(request):
         out = head(hidden)
     (out["divergence"] * torch.arange(1, 10)).sum().add(out["log_probs"].sum()).backward()
@@ -119,7 +121,10 @@ def test_no_response_token_at_all_gives_empty_outputs_with_a_graph():
     head = StreamedHead(linear)
     none = torch.zeros(0, dtype=torch.long)
     request = ScoreRequest(
-        none, none, teacher=(teacher[0][:0], teacher[1]), divergence=Divergence("jsd", "student", "bucket", K)
+        none,
+        none,
+        teacher=TeacherStates(teacher[0][:0], teacher[1]),
+        divergence=Divergence("jsd", "student", "bucket", K),
     )
     with head.serving(request):
         out = head(hidden.requires_grad_())
@@ -141,6 +146,56 @@ def test_hidden_request_picks_positions():
     torch.testing.assert_close(out["hidden"], hidden.flatten(0, 1)[index])
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_hidden_request_scores_the_labels(chunk):
+    hidden, linear, index, labels, _ = setup()
+    head = StreamedHead(linear)
+    with torch.no_grad(), head.serving(HiddenRequest(index, labels, temperature=0.7, chunk=chunk)):
+        out = head(hidden)
+    logits = hidden.double().flatten(0, 1)[index] @ linear.weight.detach().double().T / 0.7
+    exact = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(out["log_probs"].double(), exact, atol=1e-5, rtol=1e-5)
+    none = torch.zeros(0, dtype=torch.long)
+    with torch.no_grad(), head.serving(HiddenRequest(none, none)):
+        assert head(hidden)["log_probs"].shape == (0,)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 256])
+def test_a_trust_region_teacher_mixes_logits(chunk):
+    """teacher logits = lerp(reference logits, the student's on the teacher's view, share); no gradient through the mixture."""
+    hidden, linear, index, labels, (states, weight) = setup()
+    live = torch.randn(len(index), D, generator=torch.Generator().manual_seed(5))
+    head = StreamedHead(linear)
+    hidden.requires_grad_()
+    teacher = TeacherStates(states, weight, live=live, live_share=0.3)
+    divergence = Divergence("jsd", "student", "bucket", K)
+    request = ScoreRequest(index, labels, temperature=0.7, chunk=chunk, teacher=teacher, divergence=divergence)
+    with head.serving(request):
+        out = head(hidden)
+    out["divergence"].sum().backward()
+    exact = linear.weight.detach().double().requires_grad_()
+    ours = hidden.detach().double().flatten(0, 1)[index] @ exact.T / 0.7
+    mixed = 0.7 * (states.double() @ weight.double().T) + 0.3 * (live.double() @ exact.detach().T)
+    expected = [reference.divergence(p, q, k=K) for p, q in zip(ours, mixed / 0.7, strict=True)]
+    torch.testing.assert_close(out["divergence"].double(), torch.stack(expected), atol=1e-5, rtol=1e-4)
+    sum(expected).backward()
+    torch.testing.assert_close(head.weight.grad.double(), exact.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_utility_of_each_token(chunk):
+    hidden, linear, index, labels, (states, weight) = setup()
+    head = StreamedHead(linear)
+    divergence = Divergence("jsd", "student", "renormalise", K)
+    teacher = TeacherStates(states, weight)
+    with head.serving(ScoreRequest(index, labels, chunk=chunk, teacher=teacher, divergence=divergence, utility_topk=K)):
+        out = head(hidden)
+    ours = hidden.double().flatten(0, 1)[index] @ linear.weight.detach().double().T
+    expected = [reference.utility(p, q, K) for p, q in zip(ours, states.double() @ weight.double().T, strict=True)]
+    torch.testing.assert_close(out["utility"].tolist(), expected, atol=1e-5, rtol=1e-4)
+    assert not out["utility"].requires_grad
+
+
 def test_logits_never_exist_whole():
     """The largest tensor that the forward allocates is one chunk's logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,7 +213,7 @@ def test_logits_never_exist_whole():
     hidden = torch.randn(1, 640, D, requires_grad=True)
     head = StreamedHead(nn.Linear(D, 5000, bias=False))
     labels = torch.zeros(512, dtype=torch.long)
-    teacher = (torch.randn(512, D), torch.randn(5000, D))
+    teacher = TeacherStates(torch.randn(512, D), torch.randn(5000, D))
     request = ScoreRequest(
         torch.arange(512), labels, chunk=32, teacher=teacher, divergence=Divergence("jsd", "student", "bucket", K)
     )

@@ -74,6 +74,30 @@ def test_resize_scales_image_and_box():
     assert tiny.size == (1, 1) and box is None
 
 
+def test_resize_can_restore_the_size_but_not_the_detail():
+    pixels = np.zeros((48, 64, 3), np.uint8)
+    pixels[:, ::2] = 255  # stripes of one pixel
+    image = Image.fromarray(pixels)
+    restored, box = resize(image, (20, 10, 30, 18), scale=0.5, restore=True)
+    assert restored.size == (64, 48) and box == (20, 10, 30, 18)
+    middle = np.asarray(restored)[8:40, 8:56].astype(int)
+    assert abs(middle - 127.5).max() < 32  # grey, where half a stripe is left of it
+    ramp = Image.fromarray(np.repeat(np.arange(0, 256, 4, dtype=np.uint8)[None, :, None].repeat(48, 0), 3, 2))
+    steps = np.diff(np.asarray(resize(ramp, None, scale=0.5, restore=True)[0])[24, 8:56, 0].astype(int))
+    assert abs(steps - 4).max() <= 2  # a ramp is a ramp again, not stairs of 0 and 8
+    assert resize(Image.new("RGB", (1, 1)), None, scale=0.25, restore=True)[0].size == (1, 1)
+
+
+@pytest.mark.parametrize("step", [{"kind": "crop", "zoom": 29 / 7}, {"kind": "resize", "scale": 29 / 7}])
+def test_a_box_up_to_the_edge_is_still_inside_after_a_step(step):
+    # 7 * (29 / 7) is above 29 in floating point.
+    assert View([step, "redbox"])(Image.new("RGB", (7, 7)), (0, 0, 7, 7)).size == (29, 29)
+
+
+def test_a_box_a_hair_before_a_pixel_is_inside_its_crop():
+    assert crop(gradient(), (9.9999995, 10, 20, 20), zoom=1.0)[1] == (0, 0, 10, 10)
+
+
 @pytest.mark.parametrize(
     ("box", "words"),
     [
@@ -103,7 +127,10 @@ def test_views_compose():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("blur", "opd.views.student: unknown value 'blur'; known: provided, crop, original, redbox, resize"),
+        (
+            "blur",
+            "opd.views.student: unknown value 'blur'; known: provided, blank, crop, mask_blur, .*, original, redbox, resize",
+        ),
         ([], "name at least one step"),
         ({"kind": "crop", "zom": 2}, "no option 'zom'"),
         ({"kind": "crop", "zoom": 0}, "opd.views.student: zoom must be above 0, got 0"),
@@ -114,6 +141,8 @@ def test_views_compose():
         ({"kind": "redbox", "expand": -3}, "expand must not be negative"),
         ({"kind": "resize", "scale": 0}, "scale must be above 0"),
         ({"kind": "crop", "zoom": "big"}, "opd.views.student.zoom: expected float"),
+        ({"kind": "redbox", "color": [256, 0, 0]}, r"color must be red, green, blue from 0 to 255, got \[256, 0, 0\]"),
+        ({"kind": "resize", "scale": 0.5, "restore": 1}, "opd.views.student.restore: expected bool"),
         (["provided", "crop"], "cannot be combined"),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_training_side_takes_every_row(photos, tmp_path, monkeypatch):
     )
     assert len(rows) == len(PHOTOS)
     for row, photo in zip(rows, PHOTOS, strict=True):
-        (student,), (teacher,) = (row["opd_images"].render(rows.recipe.view(name)) for name in ("student", "teacher"))
+        (student,), (teacher,) = (row["opd_images"].render(rows.recipe.views[name]) for name in ("student", "teacher"))
         x0, y0, x1, y1 = photo.box
         assert student.size == photo.load().size and teacher.size == (2 * (x1 - x0), 2 * (y1 - y0))
 

@@ -1,0 +1,181 @@
+"""The whole configuration checked, before Ray starts: settings of verl that cannot go with a recipe, files, versions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opd_recipes.recipe import Recipe
+from opd_recipes.registry import RecipeError
+from opd_recipes.selection import All
+
+#: Trainer modes of verl that this package replaces by its own.
+TRAINER_MODES = {"opd_sync"}
+
+#: verl's name of each aggregation, which its policy-gradient loss reads.
+LOSS_AGG_MODES = {"token_mean": "token-mean", "seq_mean_token_mean": "seq-mean-token-mean"}
+
+
+@dataclass(frozen=True)
+class _Clash:
+    """A setting of verl that cannot go with this package: where it is, when it clashes, and what to do."""
+
+    key: str
+    bad: Callable[[Any], bool]
+    why: str
+
+
+_CLASHES = [
+    _Clash("distillation.enabled", bool, "is verl's own distillation; set it to false: the opd section replaces it"),
+    _Clash(
+        "actor_rollout_ref.actor.strategy",
+        lambda v: v != "fsdp2",
+        "must be fsdp2: the teacher's update works on FSDP2's sharded parameters",
+    ),
+    _Clash(
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        lambda v: (v or 1) > 1,
+        "must be 1: response positions are picked on one rank; lower data.max_prompt_length or micro-batch sizes instead",
+    ),
+    _Clash(
+        "actor_rollout_ref.rollout.calculate_log_probs", lambda v: not v, "must be true: importance weights need it"
+    ),
+    _Clash("actor_rollout_ref.rollout.name", lambda v: v != "vllm", "must be vllm"),
+    _Clash("actor_rollout_ref.model.use_fused_kernels", bool, "must be false: the streamed head takes its place"),
+    _Clash("actor_rollout_ref.model.lora_rank", lambda v: (v or 0) > 0, "must be 0: LoRA is not supported yet"),
+    _Clash("actor_rollout_ref.actor.use_kl_loss", bool, "must be false: the distillation loss has no KL term"),
+    _Clash(
+        "actor_rollout_ref.actor.fsdp_config.model_dtype",
+        lambda v: v not in (None, "fp32", "float32"),
+        "must be fp32: a teacher that averages in 16 bits never moves (compute is in bf16 all the same, see mixed_precision)",
+    ),
+    _Clash("algorithm.filter_groups.enable", bool, "must be false: training rollouts have no reward to filter by"),
+    _Clash("critic.enable", bool, "must be false: the loss has no value function"),
+    _Clash("trainer.critic_warmup", lambda v: (v or 0) > 0, "must be 0: the first updates would be skipped"),
+    _Clash("algorithm.use_kl_in_reward", bool, "must be false: no reward is used"),
+    _Clash(
+        "actor_rollout_ref.actor.entropy_coeff",
+        lambda v: bool(v),
+        "must be 0: the distillation loss has no entropy term",
+    ),
+    _Clash(
+        "actor_rollout_ref.rollout.multi_turn.enable", bool, "must be false: only single-turn rollouts have two views"
+    ),
+]
+
+
+def check_run(config: Any, files: bool = True) -> Recipe:
+    """Check the whole configuration, and return its recipe.
+
+    Args:
+        files: Whether data and model must be on this machine already.
+
+    Raises:
+        RecipeError: The first setting that is wrong or that clashes, named with the remedy.
+    """
+    from omegaconf import OmegaConf
+
+    if OmegaConf.select(config, "opd") is None:
+        raise RecipeError("the configuration has no 'opd' section; start from a recipe, e.g. --config-name vision_opd")
+    recipe = Recipe.load(config.opd)
+    mode = config.trainer.v1.trainer_mode
+    if mode not in TRAINER_MODES:
+        raise RecipeError(f"trainer.v1.trainer_mode={mode}: use one of {', '.join(sorted(TRAINER_MODES))}")
+    for clash in _CLASHES:
+        value = OmegaConf.select(config, clash.key)
+        if clash.bad(value):
+            raise RecipeError(f"{clash.key}={value}: {clash.why}")
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.temperature <= 0:
+        raise RecipeError(
+            f"actor_rollout_ref.rollout.temperature={rollout.temperature}: on-policy training samples; use 1.0"
+        )
+    if (rollout.top_p, rollout.top_k) != (1, -1):
+        raise RecipeError(
+            f"actor_rollout_ref.rollout.top_p={rollout.top_p}, top_k={rollout.top_k}: a truncated sampler makes the "
+            "importance weights wrong; use top_p=1, top_k=-1"
+        )
+    if recipe.seeded_rollouts and config.trainer.device == "cpu" and rollout.enable_chunked_prefill:
+        raise RecipeError(
+            "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on "
+            "a seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
+        )
+    _check_objective(config, recipe)
+    _check_selection(config, recipe)
+    if files:
+        for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "opd.teacher.path"):
+            _check_paths(key, OmegaConf.select(config, key))
+        if recipe.teacher.path is not None:
+            _check_tokenizers(config.actor_rollout_ref.model.path, recipe.teacher.path)
+    return recipe
+
+
+def _check_objective(config: Any, recipe: Recipe) -> None:
+    estimator, kind = config.algorithm.adv_estimator, recipe.objective.kind
+    if (estimator == "opd_topk") != (kind == "advantage"):
+        raise RecipeError(
+            f"algorithm.adv_estimator={estimator} with opd.objective.kind={kind}: the estimator opd_topk and the objective "
+            "advantage belong together; use +overlay=advantage for both, or adv_estimator=grpo and kind=distill for neither"
+        )
+    if kind == "distill":
+        return
+    mode, expected = config.actor_rollout_ref.actor.loss_agg_mode, LOSS_AGG_MODES[recipe.objective.aggregation]
+    if mode != expected:
+        raise RecipeError(
+            f"actor_rollout_ref.actor.loss_agg_mode={mode} with opd.objective.aggregation={recipe.objective.aggregation}: "
+            f"verl's policy-gradient loss averages by the former; set loss_agg_mode={expected}"
+        )
+    task = recipe.objective.task_advantage
+    if task is not None:
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+
+        known = {"grpo", *(getattr(name, "value", name) for name in ADV_ESTIMATOR_REGISTRY)} - {"opd_topk"}
+        if task not in known or task == AdvantageEstimator.GAE.value:
+            raise RecipeError(
+                f"opd.objective.task_advantage: unknown value {task!r}; known: {', '.join(sorted(known - {'gae'}))} "
+                "(gae needs a critic)"
+            )
+
+
+def _check_selection(config: Any, recipe: Recipe) -> None:
+    actor = config.actor_rollout_ref.actor
+    if isinstance(recipe.selection, All):
+        return
+    if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1:
+        raise RecipeError(
+            f"opd.selection with actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs="
+            f"{actor.ppo_epochs} and data.train_batch_size={config.data.train_batch_size}: selected rollouts are one update; "
+            "set ppo_mini_batch_size to the batch and ppo_epochs=1, or opd.selection.kind=all"
+        )
+    if actor.shuffle:
+        raise RecipeError(
+            "actor_rollout_ref.actor.shuffle=true: the selection could not match rows and utilities; set it to false"
+        )
+
+
+def _check_tokenizers(student: str, teacher: str) -> None:
+    """Refuse a teacher whose tokens mean something else: log-probs of the same ids would be compared."""
+    vocabularies = []
+    for path in (student, teacher):
+        file = Path(path).expanduser() / "tokenizer.json"
+        if not file.exists():
+            return  # a hub name, or a tokenizer of another format: the worker compares them
+        vocabularies.append(json.loads(file.read_text())["model"].get("vocab"))
+    if vocabularies[0] != vocabularies[1]:
+        raise RecipeError(
+            f"opd.teacher.path={teacher}: its tokenizer differs from that of actor_rollout_ref.model.path={student}; the "
+            "teacher scores the student's tokens, so both must have the same ids"
+        )
+
+
+def _check_paths(key: str, value: Any) -> None:
+    """Refuse local files that are not there; addresses (hdfs://, s3://) and hub names are left to verl."""
+    for path in [value] if isinstance(value, str) else list(value or []):
+        # A name like org/model is either a folder here or a hub name, so only what looks like a path is checked.
+        local = "://" not in path and (key.startswith("data.") or path.startswith(("/", "./", "../", "~")))
+        if local and not os.path.exists(os.path.expanduser(path)):
+            raise RecipeError(f"{key}: {path} does not exist on this machine")

@@ -1,0 +1,114 @@
+"""The other recipes on the toy data, each through the same real loop; and verl's own entry point."""
+
+import datasets
+import pytest
+import torch
+
+from data_prep.__main__ import main as data_prep
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("recipes")
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    data_prep(["toy", "--out", str(folder / "data"), "--train", "96", "--val", "24"])
+    return folder / "data"
+
+
+def test_bas_opd_asks_about_a_quarter(folder, data):
+    run = Run(
+        folder,
+        "bas_opd",
+        data,
+        *("+opd.selection.warmup=8", "+opd.selection.minibatch=8", "opd.oracle_every=2"),
+        *("trainer.total_training_steps=3", "trainer.save_freq=3"),
+        recipe="bas_opd",
+    ).ok()
+    for step in (1, 2, 3):
+        metrics = run.steps[step]
+        assert metrics["selection/share"] == 0.25  # 8 of 16 x 2 rollouts
+        assert 0.15 < metrics["selection/teacher_token_share"] < 0.35
+        assert metrics["selection/utility"] > 0 and metrics["opd/divergence"] > 0
+        assert metrics["opd/rollout_pearson"] >= 0.9999 and metrics["actor/grad_norm"] > 0
+    # Eight rows of about 60 tokens each: the teacher has not seen the other 24.
+    assert run.series("opd/teacher_tokens")[0] < 0.35 * 32 * 128
+    assert run.series("selection/stored") == [8, 16, 24] and run.series("selection/updates") == [2, 4, 6]
+    assert list(run.steps[2]) != list(run.steps[1]) and 0 < run.steps[2]["selection/captured_utility"] <= 1
+    assert "selection/captured_utility" not in run.steps[1]
+    state = torch.load(run.folder / "checkpoints" / "global_step_3" / "selector.pt", weights_only=True)
+    assert state
+
+
+def test_bas_opd_resumes_with_what_it_has_learned(folder, data):
+    """From the checkpoint of the run before; without its selector the run is refused."""
+    checkpoint = folder / "bas_opd" / "checkpoints" / "global_step_3"
+    options = (
+        *("+opd.selection.warmup=8", "+opd.selection.minibatch=8", "trainer.total_training_steps=4"),
+        *("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"),
+    )
+    run = Run(folder, "bas_opd_resumed", data, *options, recipe="bas_opd").ok()
+    assert list(run.steps) == [4]
+    assert run.steps[4]["selection/stored"] == 32 and run.steps[4]["selection/updates"] == 8
+
+
+def test_a_budget_of_everything_is_the_full_run(folder, data):
+    equal = "data.max_response_length=1"
+    full = Run(folder, "full", data, equal, "opd.divergence.tail=renormalise").ok()
+    everything = ("opd/selection=learned", "opd.selection.budget=1", "opd.divergence.tail=renormalise")
+    run = Run(folder, "rho_1", data, equal, *everything).ok()
+    for key in ("opd/divergence", "opd/entropy", "actor/loss", "actor/grad_norm"):
+        assert run.series(key) == full.series(key), key
+
+
+def test_opd_v_weighs_tokens_by_the_margin(folder, data):
+    run = Run(folder, "opd_v", data, overlay="[cpu,toy,toy_opd_v]", recipe="opd_v").ok()
+    for step in (1, 2):
+        metrics = run.steps[step]
+        assert 0 < metrics["opd/margin_selected"] < 1 and metrics["opd/weight_mean"] > 0
+        quantiles = [metrics[f"opd/margin_p{q}"] for q in (5, 25, 50, 75, 95)]
+        assert quantiles == sorted(quantiles) and quantiles[0] < 0 < quantiles[-1]
+        assert metrics["actor/loss"] > 0 and metrics["opd/rollout_pearson"] >= 0.9999
+
+
+def test_opsd_tells_the_teacher_the_answer(folder, data):
+    run = Run(folder, "opsd", data, overlay="[cpu,toy,toy_opsd]", recipe="opsd").ok()
+    assert min(run.series("opd/divergence")) > 0  # the images are the same: the hint is the only difference
+    assert min(run.series("opd/rollout_pearson")) >= 0.9999
+
+
+def test_the_advantage_objective_with_a_task_reward(folder, data):
+    run = Run(
+        folder,
+        "advantage",
+        data,
+        "opd.objective.task_advantage=grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        overlay="[cpu,toy,advantage]",
+    ).ok()
+    for step in (1, 2):
+        metrics = run.steps[step]
+        assert metrics["opd/divergence"] > 0 and metrics["actor/grad_norm"] > 0
+        assert metrics["training/rollout_actor_probs_pearson_corr"] >= 0.9999
+        assert 0 < metrics["critic/rewards/mean"] < 1  # the task reward, of which the advantage is a part
+        assert metrics["critic/advantages/mean"] < 0  # the divergence's part: minus what follows
+
+
+def test_verls_own_entry_point_trains_rp_opsd_on_pairs_without_boxes(folder, data):
+    """``python -m verl.trainer.main_ppo`` with our configuration, on rows that have nothing of ours."""
+    rows = datasets.load_dataset("parquet", data_files=str(data / "train.parquet"), cache_dir=str(folder))["train"]
+    pairs = folder / "pairs"
+    pairs.mkdir()
+    rows.remove_columns(["bbox", "reward_model"]).to_parquet(pairs / "train.parquet")
+    (pairs / "val.parquet").write_bytes((data / "val.parquet").read_bytes())
+    views = ["opd.views.student=[{kind: resize, scale: 0.5}]", "opd.views.teacher=[{kind: original}]"]
+    run = Run(folder, "rp_opsd", pairs, *views, recipe="rp_opsd", module="verl.trainer.main_ppo").ok()
+    for step in (1, 2):
+        metrics = run.steps[step]
+        assert metrics["opd/divergence"] > 0 and metrics["opd/rollout_pearson"] >= 0.9999
+        assert metrics["prompt_length/max"] == 29  # 9 image tokens of the 36 that the whole scene has
