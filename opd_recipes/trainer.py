@@ -185,7 +185,7 @@ class OpdTrainerMixin(_Trainer):
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
         fields = [FEATURE_COLUMN, ROW_NUMBER, "session_id"]
         data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=fields)
-        columns = torch.stack(list(data[FEATURE_COLUMN])).numpy()
+        columns = np.array([row.tolist() for row in data[FEATURE_COLUMN]]).reshape(-1, len(FEATURES) + 1)
         names = zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True)
         order = [i for _, i in sorted((name, i) for i, name in enumerate(names)) if columns[i, -1] > 0]
         rows = columns[order]
@@ -199,7 +199,8 @@ class OpdTrainerMixin(_Trainer):
     def _oracle(self, batch: KVBatchMeta, keys: list[str]) -> list[float]:
         """The utility of every candidate under the weights of this step, without training on it."""
         whole = batch.select_keys(batch.keys)
-        whole.extra_info.update(calculate_entropy=True, compute_loss=False, compare=True)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        whole.extra_info.update(calculate_entropy=True, compute_loss=False, compare=True, temperature=temperature)
         self.actor_rollout_wg.compute_log_prob(whole)
         values, mask = self._token_values(batch.select_keys(keys), "opd_utility")
         return ((values * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()

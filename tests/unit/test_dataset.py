@@ -74,6 +74,39 @@ def test_training_needs_no_answer_and_validation_says_so(tmp_path):
         data.set_views(data.recipe.validation_views)
 
 
+def test_a_hint_needs_answers_in_training_too(tmp_path):
+    hint = "opd.teacher_hint=' answer: {answer}'"
+    assert len(load(tmp_path, [row(0)], hint, name="a.parquet")) == 1
+    with pytest.raises(RecipeError, match="row 1: the row has no reward_model.ground_truth, which opd.teacher_hint"):
+        load(tmp_path, [row(0), row(1, reward_model={"style": "rule", "ground_truth": None})], hint, name="b.parquet")
+    bare = [{k: v for k, v in row(0).items() if k != "reward_model"}]
+    with pytest.raises(RecipeError, match="column 'reward_model'.*is missing.*opd.teacher_hint=null"):
+        load(tmp_path, bare, hint, name="c.parquet")
+
+
+def test_views_for_validation_alone_are_checked_when_they_are_asked_for(tmp_path):
+    """Training on pairs without boxes, and measuring on crops."""
+    free = ["opd.views.student=[{kind: resize, scale: 0.5}]", "opd.views.teacher=[original]"]
+    crop = "opd.validation_views=[student, {crop: [{kind: crop}]}]"
+    data = load(tmp_path, [row(0), row(1)], *free, crop)
+    data.set_views(data.recipe.validation_views)
+    assert [data[i]["data_source"] for i in range(2)] == ["test@student", "test@crop"]
+    bad = load(tmp_path, [row(0), row(1, bbox=[5.0, 5.0, 5.0, 9.0])], *free, crop, name="bad.parquet")
+    with pytest.raises(RecipeError, match=r"bad.parquet, row 1: bbox .* is empty"):
+        bad.set_views(bad.recipe.validation_views)
+    boxless = [{k: v for k, v in row(0).items() if k != "bbox"}]
+    data = load(tmp_path, boxless, *free, crop, name="none.parquet")
+    with pytest.raises(RecipeError, match="column 'bbox' is missing"):
+        data.set_views(data.recipe.validation_views)
+
+
+def test_area_of_the_evidence():
+    whole, part = (Image.new("RGB", size) for size in ((96, 64), (48, 16)))
+    drawn = {"student": [whole], "teacher": [part]}
+    assert RowImages([{"bytes": encoded(whole)}], box=(0, 0, 48, 32)).area_ratio(drawn) == 0.25
+    assert RowImages([{"bytes": encoded(whole)}]).area_ratio(drawn) == 0.125
+
+
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
 BAD_ROWS = [
     ({"bbox": [90.0, 10.0, 120.0, 20.0]}, "lies outside the image of 96 x 64 pixels"),

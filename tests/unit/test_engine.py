@@ -143,19 +143,28 @@ def test_gradient_does_not_depend_on_micro_batches_or_chunks(rows):
             assert other[key] == pytest.approx(out[key], rel=1e-5), key
 
 
-@pytest.mark.parametrize("reshard", ["true", "false"])
-def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, tmp_path, reshard):
-    single, out = gradients_of(rows)
+MARGIN = ["opd/weights=margin", "opd.views.negative=[{kind: noise}]", "opd.objective.aggregation=token_mean"]
+
+
+@pytest.mark.parametrize(
+    ("reshard", "recipe"),
+    [("true", []), ("false", []), ("true", [*MARGIN, "opd.weights.normaliser=weight_sum"])],
+    ids=["resharded", "gathered", "margin"],
+)
+def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, tmp_path, reshard, recipe):
+    single, out = gradients_of(rows, *recipe)
     scale = max(g.abs().max().item() for g in single.values())
     torch.save(rows, tmp_path / "rows.pt")
     port = str(harness.free_port())
     script = Path(__file__).parent / "two_ranks.py"
     options = [f"actor_rollout_ref.actor.fsdp_config.reshard_after_forward={reshard}", "opd.teacher.rate=0.05"]
+    options += recipe
     command = [sys.executable, str(script)]
     ranks = [subprocess.Popen([*command, str(rank), port, str(tmp_path), *options]) for rank in range(2)]
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     result = torch.load(tmp_path / "result.pt")
     assert result["loss"] == pytest.approx(out["loss"], rel=1e-5)
+    assert result["margins"] == pytest.approx({key: value for key, value in out.items() if "margin" in key}, rel=1e-4)
     assert max((result["gradients"][n] - g).abs().max().item() for n, g in single.items()) < 1e-5 * scale
     torch.testing.assert_close(
         result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.95), rtol=1e-4, atol=0
@@ -325,9 +334,6 @@ def test_non_finite_gradients_in_a_row_stop_the_run(rows):
     harness.update(student, harness.batch(bad))
     with pytest.raises(FloatingPointError, match="2 updates in a row.*lower learning rate"):
         harness.update(student, harness.batch(bad))
-
-
-MARGIN = ["opd/weights=margin", "opd.views.negative=[{kind: noise}]", "opd.objective.aggregation=token_mean"]
 
 
 @pytest.mark.parametrize("normaliser", ["valid_tokens", "selected", "weight_sum"])

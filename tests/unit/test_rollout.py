@@ -1,5 +1,7 @@
 """Prompts of both views, and what happens to a response before it is stored."""
 
+import io
+import math
 import random
 from types import SimpleNamespace
 
@@ -8,8 +10,9 @@ import torch
 from PIL import Image
 
 from data_prep.toy.scenes import make_scene
-from opd_recipes.dataset import with_images
-from opd_recipes.rollout import cut_at_vision_token, vision_token_ids
+from opd_recipes.dataset import RowImages, hinted, with_images
+from opd_recipes.recipe import Recipe
+from opd_recipes.rollout import Prompt, Views, cut_at_vision_token, row_features, vision_token_ids
 from tests import harness
 
 QUESTION = [{"role": "user", "content": [{"type": "image", "image": "x"}, {"type": "text", "text": "What colour?"}]}]
@@ -58,8 +61,6 @@ def test_positions_behind_the_prompt_are_what_the_model_computes(more):
 
 
 def test_positions_without_mrope():
-    from opd_recipes.rollout import Prompt
-
     prompt = Prompt(torch.arange(4), torch.arange(4), {})
     assert prompt.extended(6).tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -102,3 +103,86 @@ def test_an_image_that_is_too_extreme_is_refused():
     worker = harness.prompt_builder()
     with pytest.raises(ValueError, match="aspect ratio"):
         worker._prompt(with_images(QUESTION, [Image.new("RGB", (4000, 8))]))
+
+
+def prepared(scene, *overrides, overlay="[cpu,toy]", answer="red", **trajectory):
+    """What the worker makes of one row under another recipe."""
+    worker = harness.prompt_builder()
+    before = worker.recipe
+    worker.recipe = Recipe.load(harness.config(*overrides, overlay=overlay).opd)
+    try:
+        view = trajectory.pop("view", "student")
+        trajectory = {"validate": False, **trajectory}
+        row = RowImages([{"bytes": scene.png}], box=scene.bbox)
+        return worker, *worker._prepare(QUESTION, row, view, {"ground_truth": answer}, trajectory)
+    finally:
+        worker.recipe = before
+
+
+@pytest.fixture
+def scene():
+    made = make_scene(random.Random(3))
+    buffer = io.BytesIO()
+    made.image.save(buffer, "PNG")
+    return SimpleNamespace(image=made.image, bbox=made.bbox, png=buffer.getvalue())
+
+
+def test_each_view_of_the_teacher_gets_a_prompt(scene):
+    options = ["opd/weights=margin", "opd.views.negative=[{kind: crop, zoom: 2.0, min_size: 48}, {kind: noise}]"]
+    _, _, views = prepared(scene, *options)
+    assert list(views.teacher) == ["teacher", "negative"]
+    x0, y0, x1, y1 = scene.bbox
+    assert views.area_ratio == pytest.approx((x1 - x0) * (y1 - y0) / (scene.image.width * scene.image.height))
+
+
+def test_validation_has_no_teacher_and_shows_the_view_that_is_named(scene):
+    options = ["opd.validation_views=[student, {half: [{kind: resize, scale: 0.5}]}]"]
+    worker, _, views = prepared(scene, *options, view="half", validate=True)
+    pad = worker.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert views.teacher == {} and (views.student.ids == pad).sum() == 9  # of the 36 of the whole scene
+
+
+def test_the_hint_is_in_the_teachers_prompt_alone(scene):
+    worker, messages, views = prepared(scene, overlay="[cpu,toy,toy_opsd]", answer="dark red")
+    student, teacher = (worker.tokenizer.decode(p.ids) for p in (views.student, views.teacher["teacher"]))
+    assert "dark red" in teacher and "dark red" not in student and "dark red" not in str(messages)
+
+
+def test_a_hint_goes_behind_the_last_question():
+    talk = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "so"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "second"}]},
+    ]
+    out = hinted(talk, " ({answer})", 7)
+    assert out[:2] == talk[:2] and out[2]["content"][-1] == {"type": "text", "text": " (7)"}
+    assert len(talk[2]["content"]) == 2  # the row itself is left alone
+    assert hinted([{"role": "user", "content": "q"}], " {answer}{x}", "a")[0]["content"] == "q a{x}"
+    assert hinted(talk, None, None) is talk
+    with pytest.raises(ValueError, match="no reward_model.ground_truth, which opd.teacher_hint"):
+        hinted(talk, " {answer}", None)
+
+
+def test_features_of_a_row():
+    def prompt(n):
+        return Prompt(torch.arange(n), torch.arange(n), {})
+
+    views = Views(prompt(5), {"teacher": prompt(7), "negative": prompt(3)}, area_ratio=0.25)
+    output = response([1, 2, 3])
+    output.response_logprobs, output.response_mask = [-1.0, -9.0, -2.0], [1, 0, 1]
+    # Mean and 90th percentile of (1, 2); entropy; counted tokens; prompt; area; 7 + 3 and 3 + 3 tokens of the teacher.
+    assert row_features(output, views, 0.5).tolist() == pytest.approx([1.5, 1.9, 0.5, 2, 5, 0.25, 16])
+    output.response_mask = [0, 0, 0]
+    assert row_features(output, views, 0.5).tolist() == [0] * 7
+
+
+def test_entropy_of_what_vllm_lists():
+    """Two tokens: all mass listed; half of it listed, the rest one bin."""
+    from opd_recipes.entropy_server import mean_entropy
+
+    def listed(*probabilities):
+        return {i: SimpleNamespace(logprob=math.log(p)) for i, p in enumerate(probabilities)}
+
+    expected = (math.log(2) + (0.25 * math.log(4) * 2 + 0.5 * math.log(2))) / 2
+    assert mean_entropy([listed(0.5, 0.5), listed(0.25, 0.25)]) == pytest.approx(expected)
+    assert mean_entropy([listed(1.0)]) == 0 and mean_entropy([]) == 0

@@ -43,6 +43,7 @@ if rank == 0:
         {
             "gradients": kept,
             "loss": loss.item() / 2,
+            "margins": {key: float(value) for key, value in out.items() if "margin" in key},
             "teacher_gap_before": gap_before,
             "teacher_gap_after": gap_after,
         },
