@@ -47,7 +47,8 @@ class RowImages:
                 raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
             if len(self.evidence) != len(self.images):
                 raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
-            return [decode(source) for source in self.evidence]
+            decoded = [decode(source) for source in self.evidence]
+            return [*decoded[:-1], view(decoded[-1], None)]
         decoded = [decode(source) for source in self.images]
         return [*decoded[:-1], view(decoded[-1], self.box)] if decoded else []
 
@@ -184,7 +185,7 @@ class TwoViewDataset(RLHFDataset):
             )
         if any(view.provided for view in views) and self.evidence_key not in self._columns:
             raise RecipeError(
-                f"{self._where()}: opd.views.teacher=provided, but column '{self.evidence_key}' is missing"
+                f"{self._where()}: opd.views ask for ready-made images (provided), but column '{self.evidence_key}' is missing"
             )
         if self.recipe.teacher_hint is not None and "reward_model" not in self._columns:
             raise RecipeError(

@@ -84,6 +84,9 @@ class OpdTrainerMixin(_Trainer):
                 "why. Set opd.on_bad_row=skip to go on without such rows"
             )
         metrics["opd/failed_rollouts"] = failed
+        if self.recipe.seeded_rollouts:
+            # Rollouts arrive in any order; sums in fp32 would depend on it, and a repeated run with them.
+            batch = batch.select_keys([batch.keys[i] for i in self._order(batch)])
         return super()._balance_batch(batch, metrics, **kwargs)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -180,17 +183,25 @@ class OpdTrainerMixin(_Trainer):
             extra_info=batch.extra_info,
         )
 
+    @staticmethod
+    def _order(batch: KVBatchMeta) -> list[int]:
+        """The rows by row number and session: the same in every run, unlike their keys."""
+        fields = [ROW_NUMBER, "session_id"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        names = list(zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True))
+        return sorted(range(len(names)), key=names.__getitem__)
+
     def _candidates(self, batch: KVBatchMeta) -> tuple[list[str], Candidates, np.ndarray]:
         """Keys, features and teacher tokens of the rollouts that have a token that counts, in an order that a rerun repeats."""
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        fields = [FEATURE_COLUMN, ROW_NUMBER, "session_id"]
-        data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=fields)
+        rows = batch.select_keys(real)
+        rows = rows.select_keys([real[i] for i in self._order(rows)])
+        data = tq.kv_batch_get(keys=rows.keys, partition_id=batch.partition_id, select_fields=[FEATURE_COLUMN])
         columns = np.array([row.tolist() for row in data[FEATURE_COLUMN]]).reshape(-1, len(FEATURES) + 1)
-        names = zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True)
-        order = [i for _, i in sorted((name, i) for i, name in enumerate(names)) if columns[i, -1] > 0]
-        rows = columns[order]
-        candidates = Candidates(**{name: rows[:, i] for i, name in enumerate(FEATURES)})
-        return [real[i] for i in order], candidates, rows[:, -1]
+        counted = np.flatnonzero(columns[:, -1] > 0)
+        columns = columns[counted]
+        candidates = Candidates(**{name: columns[:, i] for i, name in enumerate(FEATURES)})
+        return [rows.keys[i] for i in counted], candidates, columns[:, -1]
 
     def _rebalance(self, batch: KVBatchMeta) -> KVBatchMeta:
         balanced: dict[str, float] = {}

@@ -139,8 +139,8 @@ class View:
     """One configured view: ``view(image, box) -> image``.
 
     Args:
-        spec: A step name, a ``{"kind": name, option: value}`` mapping, or a list of these applied in order. The single
-            step ``provided`` is not drawn but read from the row's ``bbox_images`` column.
+        spec: A step name, a ``{"kind": name, option: value}`` mapping, or a list of these applied in order. ``provided``,
+            which must be the first, starts from the row's ``bbox_images`` column; no box is known in these.
         where: The configuration key, for messages.
     """
 
@@ -154,10 +154,17 @@ class View:
         for kind in self.kinds:
             if kind not in known:
                 raise RecipeError(f"{where}: unknown value {kind!r}; known: {', '.join(known)}")
-        self.provided = self.kinds == ["provided"]
-        if "provided" in self.kinds and not self.provided:
-            raise RecipeError(f"{where}: 'provided' is a whole view and cannot be combined with other steps")
-        self._steps: list[Callable] = [] if self.provided else [VIEWS.build(step, where) for step in steps]
+        self.provided = self.kinds[0] == "provided"
+        if "provided" in self.kinds[1:]:
+            raise RecipeError(f"{where}: 'provided' is where a view starts: make it the first step, and the only such one")
+        drawn = steps[1:] if self.provided else steps
+        self._steps: list[Callable] = [VIEWS.build(step, where) for step in drawn]
+        if self.provided and self.needs_box:
+            blind = sorted(NEEDS_BOX.intersection(self.kinds))
+            raise RecipeError(
+                f"{where}: {', '.join(blind)} behind 'provided': no evidence box is known in ready-made images; "
+                "use a step that needs none, e.g. mask_rectangle"
+            )
         try:  # on a blank image, so that an option out of range is told before any row is read
             self(Image.new("RGB", (64, 64)), (16, 16, 48, 48))
         except ViewError as error:

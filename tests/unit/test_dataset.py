@@ -188,6 +188,8 @@ def test_provided_views(tmp_path):
     data = load(tmp_path, [row(0, box=None, bbox_images=evidence)], *overlay)
     teacher = data[0][ROW_IMAGES].render(data.recipe.teacher_view)
     assert [image.size for image in teacher] == [(64, 64)] and teacher[0].getpixel((5, 5)) == (0, 128, 0)
+    masked = data[0][ROW_IMAGES].render(View([{"kind": "provided"}, {"kind": "blank"}]))
+    assert masked[0].size == (64, 64) and masked[0].getpixel((5, 5)) == (127, 127, 127)
     with pytest.raises(RecipeError, match="column 'bbox_images' is missing"):
         load(tmp_path, [row(0)], *overlay)
     with pytest.raises(RecipeError, match="2 images in 'bbox_images' for 1"):

@@ -143,7 +143,10 @@ def test_views_compose():
         ({"kind": "crop", "zoom": "big"}, "opd.views.student.zoom: expected float"),
         ({"kind": "redbox", "color": [256, 0, 0]}, r"color must be red, green, blue from 0 to 255, got \[256, 0, 0\]"),
         ({"kind": "resize", "scale": 0.5, "restore": 1}, "opd.views.student.restore: expected bool"),
-        (["provided", "crop"], "cannot be combined"),
+        (["crop", "provided"], "make it the first step"),
+        (["provided", "provided"], "make it the first step"),
+        (["provided", "crop"], "crop behind 'provided': no evidence box is known"),
+        (["provided", "mask_box"], "mask_box behind 'provided': no evidence box is known"),
     ],
 )
 def test_refuses(spec, words):
