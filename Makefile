@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-unit test-e2e lint format results constraints clean
+.PHONY: install demo test test-unit test-e2e lint format results study constraints clean
 
 install: $(STAMP)
 
@@ -48,6 +48,11 @@ format: $(STAMP)
 # The committed results of docs/results: three seeds of the demo.
 results: $(STAMP)
 	$(BIN)/opd_recipes demo --seeds 0 1 2 --out runs/results --publish docs/results
+
+# Every recipe, comparator and control, three seeds each: hours. Stop it at any time, it goes on where it was. JOBS=2 with 20 GB.
+JOBS ?= 1
+study: $(STAMP)
+	$(BIN)/opd_recipes study --jobs $(JOBS) --publish docs/results
 
 # After changing a version in setup.cfg: install without constraints, test, then write them anew.
 constraints:

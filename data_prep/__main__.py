@@ -1,6 +1,6 @@
-"""``python -m data_prep <dataset> --out DIR``: write a dataset in verl's parquet columns.
+"""``python -m data_prep <command> --out PATH``: write a dataset in verl's parquet columns.
 
-A dataset is a module with ``add_arguments(parser)`` and ``run(args)``; only the chosen one is imported.
+A command is a module with ``add_arguments(parser)`` and ``run(args)``; only the chosen one is imported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ COMMANDS = {
         "data_prep.vision_opd_6k",
         "the published Vision-OPD-6K: boxed images and evidence crops from a local folder",
     ),
+    "pairs": ("data_prep.pairs", "image-question pairs in common layouts, for RP-OPSD and OPSD"),
+    "boxes": ("data_prep.boxes", "evidence boxes of any convention as bbox in pixels"),
+    "render": ("data_prep.render", "one view of a recipe, drawn into plain verl rows for GRPO, SFT and validation"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m data_prep", description="Prepare a dataset for training.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="dataset")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module_name, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in argv[:1]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
-from opd_recipes.selection import All
 
 #: Trainer modes of verl that this package replaces by its own.
 TRAINER_MODES = {"opd_sync"}
+
+#: verl's estimators that need rewards and prompts alone.
+TASK_ADVANTAGES = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
 
 #: verl's name of each aggregation, which its policy-gradient loss reads.
 LOSS_AGG_MODES = {"token_mean": "token-mean", "seq_mean_token_mean": "seq-mean-token-mean"}
@@ -54,6 +54,16 @@ _CLASHES = [
         "must be fp32: a teacher that averages in 16 bits never moves (compute is in bf16 all the same, see mixed_precision)",
     ),
     _Clash("algorithm.filter_groups.enable", bool, "must be false: training rollouts have no reward to filter by"),
+    _Clash(
+        "algorithm.rollout_correction.bypass_mode",
+        bool,
+        "must be false: old log-probs that are the rollout's own leave nothing to correct (and skip the pass that compares)",
+    ),
+    _Clash(
+        "actor_rollout_ref.rollout.logprobs_mode",
+        lambda v: v not in (None, "processed_logprobs"),
+        "must be processed_logprobs: importance weights compare log-probs after the temperature",
+    ),
     _Clash("critic.enable", bool, "must be false: the loss has no value function"),
     _Clash("trainer.critic_warmup", lambda v: (v or 0) > 0, "must be 0: the first updates would be skipped"),
     _Clash("algorithm.use_kl_in_reward", bool, "must be false: no reward is used"),
@@ -109,8 +119,6 @@ def check_run(config: Any, files: bool = True) -> Recipe:
     if files:
         for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "opd.teacher.path"):
             _check_paths(key, OmegaConf.select(config, key))
-        if recipe.teacher.path is not None:
-            _check_tokenizers(config.actor_rollout_ref.model.path, recipe.teacher.path)
     return recipe
 
 
@@ -122,6 +130,12 @@ def _check_objective(config: Any, recipe: Recipe) -> None:
             "advantage belong together; use +overlay=advantage for both, or adv_estimator=grpo and kind=distill for neither"
         )
     if kind == "distill":
+        for name in ("rollout_is", "rollout_rs"):
+            if (value := config.algorithm.rollout_correction.get(name)) is not None:
+                raise RecipeError(
+                    f"algorithm.rollout_correction.{name}={value} with opd.objective.kind=distill: it corrects verl's policy "
+                    "gradient, which is not used; set it to null (the loss has opd.objective.rollout_is_cap)"
+                )
         return
     mode, expected = config.actor_rollout_ref.actor.loss_agg_mode, LOSS_AGG_MODES[recipe.objective.aggregation]
     if mode != expected:
@@ -130,21 +144,27 @@ def _check_objective(config: Any, recipe: Recipe) -> None:
             f"verl's policy-gradient loss averages by the former; set loss_agg_mode={expected}"
         )
     task = recipe.objective.task_advantage
-    if task is not None:
-        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
-
-        known = {"grpo", *(getattr(name, "value", name) for name in ADV_ESTIMATOR_REGISTRY)} - {"opd_topk"}
-        if task not in known or task == AdvantageEstimator.GAE.value:
-            raise RecipeError(
-                f"opd.objective.task_advantage: unknown value {task!r}; known: {', '.join(sorted(known - {'gae'}))} "
-                "(gae needs a critic)"
-            )
+    if task is not None and task not in TASK_ADVANTAGES:
+        raise RecipeError(
+            f"opd.objective.task_advantage: unknown value {task!r}; known: {', '.join(TASK_ADVANTAGES)} (others need a critic "
+            "or columns that are not computed)"
+        )
 
 
 def _check_selection(config: Any, recipe: Recipe) -> None:
     actor = config.actor_rollout_ref.actor
-    if isinstance(recipe.selection, All):
+    if not recipe.selects:
         return
+    if recipe.divergence.topk < 2:
+        raise RecipeError(
+            f"opd.selection with opd.divergence.topk={recipe.divergence.topk}: a rollout's utility is measured on "
+            "the student's top-K ids, and over one id it is always 0; set opd.divergence.topk=100"
+        )
+    if not actor.use_dynamic_bsz:
+        raise RecipeError(
+            "actor_rollout_ref.actor.use_dynamic_bsz=false with opd.selection: the number of selected rollouts is not always a "
+            "multiple of the micro-batch; set use_dynamic_bsz=true (ppo_max_token_len_per_gpu then limits memory)"
+        )
     if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1:
         raise RecipeError(
             f"opd.selection with actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs="
@@ -154,21 +174,6 @@ def _check_selection(config: Any, recipe: Recipe) -> None:
     if actor.shuffle:
         raise RecipeError(
             "actor_rollout_ref.actor.shuffle=true: the selection could not match rows and utilities; set it to false"
-        )
-
-
-def _check_tokenizers(student: str, teacher: str) -> None:
-    """Refuse a teacher whose tokens mean something else: log-probs of the same ids would be compared."""
-    vocabularies = []
-    for path in (student, teacher):
-        file = Path(path).expanduser() / "tokenizer.json"
-        if not file.exists():
-            return  # a hub name, or a tokenizer of another format: the worker compares them
-        vocabularies.append(json.loads(file.read_text())["model"].get("vocab"))
-    if vocabularies[0] != vocabularies[1]:
-        raise RecipeError(
-            f"opd.teacher.path={teacher}: its tokenizer differs from that of actor_rollout_ref.model.path={student}; the "
-            "teacher scores the student's tokens, so both must have the same ids"
         )
 
 

@@ -6,18 +6,19 @@ Besides verl's columns (``prompt``, ``images``, ``data_source``, ``extra_info``,
 
 from __future__ import annotations
 
-import io
-import os
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image
 from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from opd_recipes.images import ImageRoot, decode, pixels
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import Box, View, ViewError
@@ -30,71 +31,76 @@ ROW_VIEW = "opd_view"
 
 @dataclass
 class RowImages:
-    """What a row has to see: encoded images, its evidence box, ready-made evidence images. Small enough to travel."""
+    """What a row has to see: encoded images, its evidence box, ready-made evidence images. Small enough to travel.
+
+    Args:
+        images: Bytes or names, as :func:`opd_recipes.images.decode` takes them.
+        box: Evidence box in pixels of the last image.
+        evidence: Ready-made evidence images, one for each of ``images``.
+        root: The folders in which images may be named; without it, only bytes can be read.
+    """
 
     images: list[Any]
     box: Box | None = None
     evidence: list[Any] = field(default_factory=list)
+    root: ImageRoot = ImageRoot()
+    _pixels: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def render(self, view: View) -> list[Image.Image]:
-        """Decode and draw a view. The box belongs to the last image; the others are shown as they are.
+        """Decode and draw one view; several are cheaper by :meth:`rendered`.
 
         Raises:
             ViewError: An image cannot be decoded, or the view cannot be drawn from this row.
         """
-        if view.provided:
-            if not self.evidence:
-                raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
-            if len(self.evidence) != len(self.images):
-                raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
-            decoded = [decode(source) for source in self.evidence]
-            return [*decoded[:-1], view(decoded[-1], None)]
-        decoded = [decode(source) for source in self.images]
-        return [*decoded[:-1], view(decoded[-1], self.box)] if decoded else []
+        return dict(self.rendered({"": view}))[""]
+
+    def rendered(self, views: Mapping[str, View]) -> Iterator[tuple[str, list[Image.Image]]]:
+        """Draw views one after the other. Each image is decoded once, however many views show it, and kept no longer.
+
+        The box belongs to the last image; the others are shown as they are.
+
+        Args:
+            views: Views by name.
+
+        Yields:
+            Name and images of each view.
+
+        Raises:
+            ViewError: An image cannot be decoded, or a view cannot be drawn from this row.
+        """
+        decoded: dict[bool, list[Image.Image]] = {}
+        for name, view in views.items():
+            if view.provided not in decoded:
+                decoded[view.provided] = self._evidence() if view.provided else self._images()
+            shown, box = decoded[view.provided], None if view.provided else self.box
+            yield name, [*shown[:-1], view(shown[-1], box)] if shown else []
+
+    def _images(self) -> list[Image.Image]:
+        decoded = [decode(source, self.root) for source in self.images]
+        if decoded:
+            self._pixels = decoded[-1].width * decoded[-1].height
+        return decoded
+
+    def _evidence(self) -> list[Image.Image]:
+        if not self.evidence:
+            raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
+        if len(self.evidence) != len(self.images):
+            raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
+        return [decode(source, self.root) for source in self.evidence]
 
     def area_ratio(self, views: Mapping[str, list[Image.Image]]) -> float:
         """The evidence's share of the image: of the box, else of the ready-made evidence, else of what the two views show.
 
         Args:
-            views: What :meth:`render` gave for ``student`` and ``teacher``.
+            views: What :meth:`rendered` gave for ``student`` and ``teacher``.
         """
         student, teacher = views["student"][-1], views["teacher"][-1]
         if self.box is None:
             return teacher.width * teacher.height / (student.width * student.height)
-        with Image.open(_stream(self.images[-1])) as image:  # its size only: nothing is decoded
-            area = image.width * image.height
+        if self._pixels is None:
+            self._pixels = pixels(self.images[-1], self.root)
         x0, y0, x1, y1 = self.box
-        return (x1 - x0) * (y1 - y0) / area
-
-
-def decode(source: Any) -> Image.Image:
-    """Open one image (``{"bytes": ...}``, ``{"path": ...}`` or a path) as upright RGB; transparency turns white.
-
-    Raises:
-        ViewError: It is missing, is not an image, or is damaged.
-    """
-    data = source.get("bytes") if isinstance(source, dict) else None
-    path = source.get("path") if isinstance(source, dict) else source
-    name = repr(path) if path else "the image's bytes"
-    if data is None and not isinstance(path, str | os.PathLike):
-        raise ViewError(f"an image has neither bytes nor a path: {source!r:.80}")
-    try:
-        with Image.open(_stream(source)) as opened:
-            image: Image.Image = ImageOps.exif_transpose(opened)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ViewError(f"{name} cannot be read as an image: {error}") from error
-
-
-def _stream(source: Any) -> Any:
-    """What PIL opens: the bytes of ``{"bytes": ...}``, else a path."""
-    if not isinstance(source, dict):
-        return source
-    data = source.get("bytes")
-    return source.get("path") if data is None else io.BytesIO(data)
+        return (x1 - x0) * (y1 - y0) / self._pixels
 
 
 class TwoViewDataset(RLHFDataset):
@@ -123,10 +129,10 @@ class TwoViewDataset(RLHFDataset):
                 f"data.val_files: validation needs reward_model.ground_truth in each row; {len(missing)} rows have none, "
                 f"first {missing[0]}. Training rows need none"
             )
-        only = {name: view for name, view in views.items() if view not in self.recipe.views.values()}
+        checked = [view.spec for view in self.recipe.views.values()]
+        only = {name: view for name, view in views.items() if view.spec not in checked}
         if only:
-            self._check_columns(only.values())
-            self._refuse(self._faults(self.dataframe, only))
+            self.dataframe = self._usable(self.dataframe, only, hint=None)
         self.views = tuple(views)
 
     def __len__(self) -> int:
@@ -135,6 +141,7 @@ class TwoViewDataset(RLHFDataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row, view = divmod(item, len(self.views))
         example = super().__getitem__(row)
+        example[ROW_IMAGES] = replace(example[ROW_IMAGES], root=self._root(row))
         example[ROW_VIEW], example[ROW_NUMBER] = self.views[view], row
         if len(self.views) > 1:
             example["data_source"] = f"{example['data_source']}@{self.views[view]}"
@@ -147,6 +154,7 @@ class TwoViewDataset(RLHFDataset):
         evidence = example.pop(self.evidence_key, None) or []
         example[ROW_IMAGES] = RowImages(images=images, box=box, evidence=evidence)
         example[self.image_key] = [f"image:{i}" for i in range(len(images))]
+        _refuse_other_media(example[key])
         placeholders = sum(str(message["content"]).count("<image>") for message in example[key])
         if placeholders != len(images):
             raise ViewError(f"{placeholders} <image> in the prompt for {len(images)} images in '{self.image_key}'")
@@ -156,23 +164,35 @@ class TwoViewDataset(RLHFDataset):
         """Check every row: both views can be drawn, and both prompts fit. verl calls this once the files are read."""
         self._file_starts = _file_starts(self.data_files)
         self._kept: list[int] = list(range(len(dataframe)))
+        self._numbers = self._row_numbers(len(dataframe))
+        self._roots = [ImageRoot.of(file, self.config.get("image_root")) for file in self.original_data_files]
+        if self._numbers is None and len(set(self._roots)) > 1:
+            raise RecipeError(
+                f"{self._where()}: with data.seed=null the file of a sampled row is not known, nor where its image paths "
+                "start, since the files lie in different folders; set data.seed, or data.image_root"
+            )
         self._columns = set(dataframe.column_names)
         for column in (self.prompt_key, self.image_key, "data_source"):
             if column not in self._columns:
                 raise RecipeError(
                     f"{self._where()}: column '{column}' is missing; it has {', '.join(sorted(self._columns))}"
                 )
-        self._check_columns(self.recipe.views.values())
-        reasons = self._faults(dataframe, self.recipe.views)
+        return self._usable(dataframe, self.recipe.views, self.recipe.teacher_hint)
+
+    def _usable(self, dataframe: Any, views: Mapping[str, View], hint: str | None) -> Any:
+        """The rows that can give ``views``; the others stop the run or are left out, as ``data.on_bad_row`` says."""
+        self._check_columns(views.values())
+        reasons = self._faults(dataframe, views, hint)
         if self.recipe.on_bad_row == "error":
             self._refuse(reasons)
-        bad = [i for i, reason in enumerate(reasons) if reason]
+        bad = {i for i, reason in enumerate(reasons) if reason}
         if bad:
+            first = min(bad)
             print(
-                f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(bad[0])}: {reasons[bad[0]]}"
+                f"opd_recipes: skipped {len(bad)} of {len(dataframe)} rows, e.g. {self.locate(first)}: {reasons[first]}"
             )
-            self._kept = sorted(set(self._kept) - set(bad))
-            dataframe = dataframe.select(self._kept)
+            kept = [i for i in range(len(dataframe)) if i not in bad]
+            self._kept, dataframe = [self._kept[i] for i in kept], dataframe.select(kept)
         if len(dataframe) == 0:
             raise RecipeError(f"{self._where()}: no row is left")
         return dataframe
@@ -187,17 +207,17 @@ class TwoViewDataset(RLHFDataset):
             raise RecipeError(
                 f"{self._where()}: opd.views ask for ready-made images (provided), but column '{self.evidence_key}' is missing"
             )
-        if self.recipe.teacher_hint is not None and "reward_model" not in self._columns:
+        if self.recipe.needs_answer and "reward_model" not in self._columns:
             raise RecipeError(
-                f"{self._where()}: opd.teacher_hint tells the teacher the answer, but column 'reward_model' (with "
-                "ground_truth) is missing. Add the answers, or set opd.teacher_hint=null"
+                f"{self._where()}: {self.recipe.needs_answer} needs the answers, but column 'reward_model' (with ground_truth) "
+                f"is missing. Add it, or set {self.recipe.needs_answer}=null"
             )
 
-    def _faults(self, dataframe: Any, views: Mapping[str, View]) -> list[str | None]:
+    def _faults(self, dataframe: Any, views: Mapping[str, View], hint: str | None) -> list[str | None]:
         """Why each row cannot be used, or None."""
         # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
         with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
-            faults = pool.map(lambda i: self._fault(dataframe[i], views), range(len(dataframe)))
+            faults = pool.map(lambda i: self._fault(dataframe[i], views, hint, self._root(i)), range(len(dataframe)))
             checked = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
         if {"student", "teacher"} <= views.keys():
             self._report_tokens([tokens for reason, tokens in checked if not reason])
@@ -211,22 +231,24 @@ class TwoViewDataset(RLHFDataset):
         more = f"\n  ... and {len(bad) - 20} more" if len(bad) > 20 else ""
         raise RecipeError(
             f"{len(bad)} of {len(reasons)} rows cannot be used:\n{listed}{more}\n"
-            "Mend or remove them, or set opd.on_bad_row=skip to leave them out"
+            "Mend or remove them, or set data.on_bad_row=skip to leave them out"
         )
 
-    def _fault(self, example: dict, views: Mapping[str, View]) -> tuple[str | None, dict[str, int]]:
+    def _fault(
+        self, example: dict, views: Mapping[str, View], hint: str | None, root: ImageRoot
+    ) -> tuple[str | None, dict[str, int]]:
         """Why a row cannot be used (or None), and how many tokens each view's prompt has."""
         tokens: dict[str, int] = {}
         try:
             answer = (example.get("reward_model") or {}).get("ground_truth")
             messages = self._build_messages(example, key=self.prompt_key)
-            source = example[ROW_IMAGES]
+            source = replace(example[ROW_IMAGES], root=root)
             if not source.images:
                 raise ViewError(f"no image in '{self.image_key}'")
-            for name, view in views.items():
-                images = source.render(view)
-                hint = self.recipe.teacher_hint if name in ("teacher", "negative") else None
-                seen = hinted(messages, hint, answer)
+            if self.recipe.needs_answer and answer is None:
+                raise ViewError(f"the row has no reward_model.ground_truth, which {self.recipe.needs_answer} needs")
+            for name, images in source.rendered(views):
+                seen = hinted(messages, None if name == "student" else hint, answer)
                 tokens[name] = self._prompt_length(seen, images)
                 if tokens[name] > self.max_prompt_length:
                     limit = f"data.max_prompt_length={self.max_prompt_length}"
@@ -270,22 +292,57 @@ class TwoViewDataset(RLHFDataset):
 
     def locate(self, row: int) -> str:
         """File and row for a message; ``row`` counts the rows that are used."""
-        row = self._kept[row]
-        if self.max_samples > 0 and self.shuffle:
-            return f"row {row} of the {self.max_samples} sampled from {self._where()}"
-        file = bisect_right(self._file_starts, row) - 1
-        return f"{self.original_data_files[file]}, row {row - self._file_starts[file]}"
+        if self._numbers is None:
+            return f"row {self._kept[row]} of the {self.max_samples} sampled from {self._where()}"
+        file, number = self._origin(row)
+        return f"{self.original_data_files[file]}, row {number}"
+
+    def _origin(self, row: int) -> tuple[int, int]:
+        """File and row in it."""
+        assert self._numbers is not None
+        number = int(self._numbers[self._kept[row]])
+        file = bisect_right(self._file_starts, number) - 1
+        return file, number - self._file_starts[file]
+
+    def _root(self, row: int) -> ImageRoot:
+        """The folders in which a row may name images."""
+        return self._roots[0 if self._numbers is None else self._origin(row)[0]]
+
+    def _row_numbers(self, count: int) -> Sequence[int] | None:
+        """Each row's place in the concatenation of all files; None where verl has drawn a sample without a seed."""
+        if self.max_samples <= 0 or not self.shuffle:
+            return range(count)
+        total = self._file_starts[-1] + _row_count(self.data_files[-1])
+        if self.max_samples >= total:
+            return range(count)
+        if self.seed is None:
+            return None
+        # As verl draws.
+        return list(np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False))
+
+
+def _refuse_other_media(messages: list[dict]) -> None:
+    """Whatever else a prompt may name, verl and the processor would open or fetch by themselves."""
+    for message in messages:
+        if not isinstance(message["content"], str):
+            raise ViewError("the prompt has content that is no text; write it as text, with <image> for each image")
+        if other := re.search("<video>|<audio>", message["content"]):
+            raise ViewError(f"the prompt has {other[0]}, but views are drawn of images alone; remove it")
 
 
 def _file_starts(files: list[str]) -> list[int]:
     """The first row of each file in the concatenation of all."""
-    import datasets
-
     starts = [0]
     for file in files[:-1]:
-        kind = "parquet" if file.endswith(".parquet") else "json"
-        starts.append(starts[-1] + len(datasets.load_dataset(kind, data_files=file)["train"]))
+        starts.append(starts[-1] + _row_count(file))
     return starts
+
+
+def _row_count(file: str) -> int:
+    import datasets
+
+    kind = "parquet" if file.endswith(".parquet") else "json"
+    return len(datasets.load_dataset(kind, data_files=file)["train"])
 
 
 def prepared_images(dataset_cls: Any, processor: Any, messages: list[dict], config: Any) -> list[Image.Image]:
@@ -315,7 +372,7 @@ def hinted(messages: list[dict], hint: str | None, answer: Any) -> list[dict]:
     if hint is None:
         return messages
     if answer is None:
-        raise ViewError("the row has no reward_model.ground_truth, which opd.teacher_hint tells the teacher")
+        raise ViewError("the row has no reward_model.ground_truth, which opd.teacher_hint needs")
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     text, content = hint.replace("{answer}", str(answer)), messages[last]["content"]
     longer = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from opd_recipes.curve import Point, accuracy_curve, gap_closed, plot, read_metrics, record, summary
+from opd_recipes.runs import BASE, Process, ProgressLine, end_on_signal, make_data, recall, remember
 
 #: What the log says when a stage has begun, and what to tell the person who waits. In order.
 STAGES = [
@@ -26,8 +24,8 @@ STAGES = [
 ]
 STEPS = 80
 TEST_EVERY = 20
-#: Scenes of the training set; they are seen several times, each time answered anew.
-SCENES = 3072
+#: Scenes for training, which are seen several times and answered anew each time, and for validation.
+SCENES, VALIDATION_SCENES = 3072, 512
 
 
 def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, overrides: Sequence[str]) -> int:
@@ -38,18 +36,14 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         publish: Where to write ``vision_opd_toy.json`` and ``.png`` as well.
         overrides: More Hydra overrides.
     """
-    import data_prep.toy
-
-    base = Path(data_prep.toy.__file__).parent / "base"
-    data = make_data(out / "data", rows=SCENES)
+    data = make_data(out / "data", SCENES, VALIDATION_SCENES)
     runs = []
     for seed in seeds:
         folder = (out / f"seed{seed}").resolve()
-        command = training_command(base, data, folder, seed, steps, overrides)
-        finished = folder / "record.json"
-        if finished.exists() and (past := json.loads(finished.read_text()))["arguments"] == command[1:]:
+        command = training_command(data, folder, seed, steps, overrides)
+        if past := recall(folder, command[1:]):
             print(f"seed {seed}: finished before, see {folder}")
-            runs.append(past["run"])
+            runs.append(past)
             continue
         began = time.time()
         points = train(command, folder, steps, f"seed {seed}: " if len(seeds) > 1 else "")
@@ -59,7 +53,7 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         shown = "opd_recipes demo" + (f" --steps {steps}" if steps != STEPS else "") + f" --seeds {seed}"
         shown += "".join(f" {shlex.quote(o)}" for o in overrides)
         runs.append(record(points, seed=seed, command=shown, steps=steps, minutes=round(minutes, 1)))
-        finished.write_text(json.dumps({"arguments": command[1:], "run": runs[-1]}))
+        remember(folder, command[1:], runs[-1])
         print(summary(points, minutes), flush=True)
     for folder in filter(None, [out, publish]):
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,23 +65,13 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
     return 0
 
 
-def make_data(folder: Path, rows: int) -> Path:
-    """Make the toy data set, unless it is there already."""
-    if not (folder / f"made_{rows}").exists():
-        command = [sys.executable, "-m", "data_prep", "toy", "--out", str(folder), "--train", str(rows), "--val", "512"]
-        subprocess.run(command, check=True)
-        (folder / f"made_{rows}").touch()
-    return folder.resolve()
-
-
-def training_command(
-    base: Path, data: Path, folder: Path, seed: int, steps: int, overrides: Sequence[str]
-) -> list[str]:
+def training_command(data: Path, folder: Path, seed: int, steps: int, overrides: Sequence[str]) -> list[str]:
     """The command that trains: the same one that a person would type."""
     return [
         sys.executable,
         *("-m", "opd_recipes", "--config-name", "vision_opd", "+overlay=[cpu,toy]"),
-        f"actor_rollout_ref.model.path={base}",
+        "opd.teacher.rate=0.02",  # its steps are small: 128 rollouts where the paper has 768
+        f"actor_rollout_ref.model.path={BASE}",
         f"actor_rollout_ref.rollout.seed={seed}",
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet",
@@ -104,28 +88,22 @@ def training_command(
 
 def train(command: Sequence[str], folder: Path, steps: int, prefix: str = "") -> list[Point] | None:
     """Run a training command with a progress line; return its curve, or None after saying what went wrong."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log, metrics = folder / "log.txt", folder / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
-    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)}
-    print(f"{prefix}training; the whole log is in {log}", flush=True)
+    process = Process(command, folder)
+    print(f"{prefix}training; the whole log is in {process.log}", flush=True)
     line = ProgressLine(prefix)
-    # Ended by a signal, the demo ends its training too: sys.exit runs the clean-up below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while process.poll() is None:
-                line.show(status(log, metrics, steps))
-                time.sleep(1)
-        except BaseException:
-            process.terminate()
-            raise
+    end_on_signal()
+    try:
+        while process.exit_code is None:
+            text = status(process.log, process.metrics, steps)
+            line.show(text, stage="" if text.startswith("step") else text)
+            time.sleep(1)
+    finally:
+        process.end()
     line.end()
-    points = accuracy_curve(metrics)
-    if process.returncode != 0 or not points or points[-1].step < steps:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-        print(f"{tail}\n\ntraining failed (exit code {process.returncode}); the whole log is in {log}", file=sys.stderr)
+    points = accuracy_curve(process.metrics)
+    if process.exit_code != 0 or not points or points[-1].step < steps:
+        failed = f"training failed (exit code {process.exit_code}); the whole log is in {process.log}"
+        print(f"{process.tail()}\n\n{failed}", file=sys.stderr)
         return None
     return points
 
@@ -142,25 +120,3 @@ def status(log: Path, metrics: Path, steps: int) -> str:
     divergence = f", divergence {last['opd/divergence']:.3f}" if "opd/divergence" in last else ""
     closed = f", {gap_closed(points[0], points[-1]):.0%} of the gap closed" if len(points) > 1 else ""
     return f"step {step}/{steps}{divergence}{accuracy}{closed}"
-
-
-class ProgressLine:
-    """One line that changes on a terminal; elsewhere a new line at a stage's begin and then every half minute."""
-
-    def __init__(self, prefix: str = ""):
-        self.prefix = prefix
-        self.began = self.printed = time.time()
-        self.text = ""
-
-    def show(self, text: str) -> None:
-        now = time.time()
-        clock = f"[{int(now - self.began) // 60}:{int(now - self.began) % 60:02d}] {self.prefix}{text}"
-        if sys.stdout.isatty():
-            print(f"\r\033[K{clock}", end="", flush=True)
-        elif text != self.text and (not text.startswith("step") or now - self.printed >= 30):
-            print(clock, flush=True)
-            self.text, self.printed = text, now
-
-    def end(self) -> None:
-        if sys.stdout.isatty():
-            print()

@@ -29,12 +29,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from opd_recipes.loss import Normaliser, distill_loss
 from opd_recipes.recipe import Recipe
+from opd_recipes.registry import RecipeError
 from opd_recipes.teacher import follow
 from opd_recipes.topk_head import HeadOutput, HiddenRequest, ScoreRequest, StreamedHead, TeacherStates
 from opd_recipes.verl_compat import ENGINE_DEVICE, plane_major_positions
 
-#: Columns that the rollout worker adds for a teacher's view, behind the view's name, and what they are to an engine.
-VIEW_COLUMNS = {"input_ids": "input_ids", "positions": "positions", "multi_modal_inputs": "multi_modal_inputs"}
+#: What an engine reads of a prompt; for a teacher's view the rollout worker adds each behind the view's name.
+VIEW_COLUMNS = ("input_ids", "positions", "multi_modal_inputs")
 
 
 def view_columns(*views: str) -> list[str]:
@@ -142,6 +143,7 @@ class TeacherEngine(_HeadEngine):
         model_config = student.model_config
         if path is not None:
             model_config = replace(model_config, path=path, hf_config_path=None, tokenizer_path=None)
+            _check_inputs(student.model_config, model_config)
         teacher = cls(
             model_config=model_config,
             engine_config=deepcopy(student.engine_config),
@@ -161,6 +163,27 @@ class TeacherEngine(_HeadEngine):
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
         assert forward_only, "the teacher has no backward"
         return self._hidden_step(micro_batch)
+
+
+#: Settings of an image processor that decide what a pixel patch is; the teacher gets the student's patches.
+PATCH_SETTINGS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
+
+
+def _check_inputs(student: Any, teacher: Any) -> None:
+    """Refuse a teacher to which the student's tokens or patches mean something else (two ``HFModelConfig``)."""
+    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+        raise RecipeError(
+            f"opd.teacher.path={teacher.path}: its tokenizer differs from that of actor_rollout_ref.model.path={student.path}; "
+            "the teacher scores the student's tokens, so both must have the same ids"
+        )
+    ours, theirs = (config.processor.image_processor for config in (student, teacher))
+    for name in PATCH_SETTINGS:
+        if getattr(ours, name, None) != getattr(theirs, name, None):
+            raise RecipeError(
+                f"opd.teacher.path={teacher.path}: its image processor has {name}={getattr(theirs, name, None)}, that of "
+                f"actor_rollout_ref.model.path={student.path} has {getattr(ours, name, None)}; the teacher gets the student's "
+                "image patches, so both must agree"
+            )
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device=ENGINE_DEVICE)
@@ -223,9 +246,11 @@ class StudentEngine(_HeadEngine):
             seen = self.teacher.hidden_states(rows, temperature=temperature, chunk=chunk)
             self._teacher_weight = self.teacher.head_weight()
         student = data.exclude(*view_columns("teacher", "negative"))
-        student["teacher_hidden"] = _first_rows(seen["hidden"], len(data))
+        student["teacher_hidden"] = (
+            _first_rows(seen["hidden"], len(data)) if recipe.weights.contrast else seen["hidden"]
+        )
         if recipe.teacher.live_share:
-            student["teacher_live"] = self.hidden_states(_rows_of_view(data, "teacher"))["hidden"]
+            student["teacher_live"] = self._live_states(data)
         tokens = sum(int(view["input_ids"].offsets()[-1]) for view in views)
         metrics = {"opd/teacher_tokens": Metric(AggregationType.SUM, tokens * self.get_data_parallel_size())}
         if recipe.weights.contrast:
@@ -235,6 +260,15 @@ class StudentEngine(_HeadEngine):
             student["token_weights"] = _by_row(weights, data["responses"].offsets().diff().tolist())
             metrics |= self._margin_metrics(positive - negative, weights, data["loss_mask"].values())
         return student, metrics
+
+    def _live_states(self, data: TensorDict) -> torch.Tensor:
+        """The student's own hidden states on the teacher's view, inside an update: without dropout, as the teacher's are."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            return self.hidden_states(_rows_of_view(data, "teacher"))["hidden"]
+        finally:
+            self.module.train(training)
 
     def _margin_metrics(self, margin: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
         """Exact quantiles over the tokens of all ranks: they do not add up like sums."""
@@ -319,8 +353,8 @@ class StudentEngine(_HeadEngine):
 def _rows_of_view(data: TensorDict, view: str) -> TensorDict:
     """The rows as an engine takes them, with the prompt of ``view`` before the response."""
     rows = TensorDict({}, batch_size=data.batch_size)
-    for column, name in VIEW_COLUMNS.items():
-        rows[name] = data[f"{view}_{column}"]
+    for column in VIEW_COLUMNS:
+        rows[column] = data[f"{view}_{column}"]
     for key in ("responses", "loss_mask"):
         rows[key] = data[key]
     return rows

@@ -131,7 +131,7 @@ class Recipe:
                 f"opd.teacher_hint: {self.teacher_hint!r} has no {{answer}}; write it where the answer goes"
             )
         if self.on_bad_row not in ("error", "skip"):
-            raise RecipeError(f"opd.on_bad_row: unknown value {self.on_bad_row!r}; known: error, skip")
+            raise RecipeError(f"data.on_bad_row: unknown value {self.on_bad_row!r}; known: error, skip")
         if self.head_chunk < 1:
             raise RecipeError(f"opd.head_chunk: must be at least 1, got {self.head_chunk}")
         if self.max_skipped_updates < 1:
@@ -187,6 +187,13 @@ class Recipe:
         return not isinstance(self.selection, All)
 
     @property
+    def needs_answer(self) -> str | None:
+        """The setting for which training rows need ``reward_model.ground_truth``; None: they need no answer."""
+        if self.teacher_hint is not None:
+            return "opd.teacher_hint"
+        return None if self.objective.task_advantage is None else "opd.objective.task_advantage"
+
+    @property
     def compares_in_update(self) -> bool:
         """Whether teacher and student are compared inside the update (else in a pass of its own before it)."""
         return self.objective.kind == "distill"
@@ -217,8 +224,15 @@ def _validation_views(section: Any, training: Mapping[str, View]) -> dict[str, V
 
 def _plain(section: Any) -> Any:
     from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue
 
-    return OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else dict(section)
+    if not OmegaConf.is_config(section):
+        return dict(section)
+    try:
+        return OmegaConf.to_container(section, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = str(error.full_key).removeprefix("opd.")
+        raise RecipeError(f"opd.{key}: must be set") from None
 
 
 def _expect(where: str, section: Any, required: AbstractSet[str], extra: AbstractSet[str] = frozenset()) -> None:

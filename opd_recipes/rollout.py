@@ -32,13 +32,16 @@ from opd_recipes.dataset import (
 )
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
-from opd_recipes.selection import FEATURES, All, features
+from opd_recipes.selection import FEATURES, features
 from opd_recipes.verl_compat import undecorated
 
 logger = logging.getLogger(__name__)
 
 #: Column of a training row's features, where there is something to select.
 FEATURE_COLUMN = "opd_features"
+
+#: Column of a training row's tokens in all views of the teacher.
+TEACHER_TOKENS = "opd_teacher_tokens"
 
 #: In the ``extra_fields`` of vLLM's answer: the mean entropy of the response (:mod:`opd_recipes.entropy_server`).
 MEAN_ENTROPY = "opd_mean_entropy"
@@ -196,8 +199,10 @@ class TwoViewAgentLoopWorker(_Worker):
             kwargs[f"{name}_input_ids"] = ids
             kwargs[f"{name}_positions"] = positions.transpose(0, 1).contiguous() if positions.dim() == 2 else positions
             kwargs[f"{name}_multi_modal_inputs"] = prompt.inputs
+        if views.teacher:
+            kwargs[TEACHER_TOKENS] = sum(len(kwargs[f"{name}_input_ids"]) for name in views.teacher)
         entropy = output.extra_fields.pop(MEAN_ENTROPY, None)
-        if views.teacher and not isinstance(self.recipe.selection, All):
+        if views.teacher and self.recipe.selects:
             if entropy is None and "mean_entropy" in self.recipe.selection.needs:
                 raise RuntimeError("opd.selection needs each response's entropy, but the vLLM server did not send it")
             kwargs[FEATURE_COLUMN] = row_features(output, views, entropy or 0.0)
@@ -213,15 +218,11 @@ class TwoViewAgentLoopManager(AgentLoopManagerTQ):
 
 
 def row_features(output, views: Views, entropy: float) -> torch.Tensor:
-    """The row's :data:`~opd_recipes.selection.FEATURES` and its teacher tokens, float64 (7,).
-
-    All are 0 where no token of the response counts.
-    """
+    """The row's :data:`~opd_recipes.selection.FEATURES`, float64 (6,); all 0 where no token of the response counts."""
     counted = [value for value, mask in zip(output.response_logprobs, output.response_mask, strict=True) if mask]
     if not counted:
-        return torch.zeros(len(FEATURES) + 1, dtype=torch.float64)
-    teacher_tokens = sum(len(prompt.ids) + len(output.response_ids) for prompt in views.teacher.values())
-    values = (*features(counted), entropy, len(counted), len(views.student.ids), views.area_ratio, teacher_tokens)
+        return torch.zeros(len(FEATURES), dtype=torch.float64)
+    values = (*features(counted), entropy, len(counted), len(views.student.ids), views.area_ratio)
     return torch.tensor(values, dtype=torch.float64)
 
 

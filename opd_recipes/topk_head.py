@@ -108,8 +108,13 @@ class TeacherStates:
     live_share: float = 0.0
 
     def logits(self, rows: slice, student_weight: torch.Tensor) -> torch.Tensor:
-        """fp32 logits of some positions, (n, V)."""
-        logits = F.linear(self.hidden[rows], self.weight).float()
+        """fp32 logits of some positions over the student's ids, (n, V).
+
+        Models of one family pad their vocabulary to different sizes; no token has an id in the padding.
+        """
+        size = len(student_weight)
+        logits = F.linear(self.hidden[rows], self.weight[:size]).float()
+        logits = F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
         if self.live is None:
             return logits
         return logits.lerp(F.linear(self.live[rows], student_weight).float(), self.live_share)
@@ -165,18 +170,23 @@ class ScoreRequest:
     def _score(
         self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: _GradientSum | None
     ) -> HeadOutput:
+        # What has a gradient comes first: the recomputation in backward ends where nothing more is needed for it.
         logits, labels = self._logits(hidden, weight, gradient), self.labels[rows]
-        out = {"log_probs": _label_log_probs(logits, labels), "entropy": _entropy(logits.detach())}
-        if self.teacher is None or self.divergence is None:
-            return out
+        out = {"log_probs": _label_log_probs(logits, labels)}
+        teacher_logits = None
+        if self.teacher is not None and self.divergence is not None:
+            with torch.no_grad():
+                teacher_logits = self.teacher.logits(rows, weight) / self.temperature
+            out["divergence"], mass = self.divergence(logits, teacher_logits, labels)
+            out |= mass
         with torch.no_grad():
-            teacher_logits = self.teacher.logits(rows, weight) / self.temperature
-            out["teacher_log_probs"] = _label_log_probs(teacher_logits, labels)
-            out["teacher_entropy"] = _entropy(teacher_logits)
-            if self.utility_topk is not None:
-                out["utility"] = utility(logits.detach(), teacher_logits, self.utility_topk)
-        out["divergence"], mass = self.divergence(logits, teacher_logits, labels)
-        return out | mass
+            out["entropy"] = _entropy(logits)
+            if teacher_logits is not None:
+                out["teacher_log_probs"] = _label_log_probs(teacher_logits, labels)
+                out["teacher_entropy"] = _entropy(teacher_logits)
+                if self.utility_topk is not None:
+                    out["utility"] = utility(logits, teacher_logits, self.utility_topk)
+        return out
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum | None = None) -> torch.Tensor:
         product = F.linear(hidden, weight) if gradient is None else _ChunkLinear.apply(hidden, weight, gradient)

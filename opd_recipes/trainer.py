@@ -21,8 +21,8 @@ from opd_recipes.check import check_run
 from opd_recipes.dataset import ROW_NUMBER
 from opd_recipes.engine import view_columns
 from opd_recipes.loss import MOMENTS, pearson
-from opd_recipes.rollout import FEATURE_COLUMN
-from opd_recipes.selection import FEATURES, All, Candidates, captured_utility
+from opd_recipes.rollout import FEATURE_COLUMN, TEACHER_TOKENS
+from opd_recipes.selection import FEATURES, Candidates, captured_utility
 from opd_recipes.verl_compat import LiteralSync
 from opd_recipes.worker import OpdActorRolloutRefWorker
 
@@ -57,7 +57,6 @@ class OpdTrainerMixin(_Trainer):
         actor = config.actor_rollout_ref.actor
         #: With one update per batch the policy that trains is the one that sampled: no old log-probs are needed.
         self.single_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
-        self.selects = not isinstance(self.recipe.selection, All)
         if "mean_entropy" in self.recipe.selection.needs:
             from opd_recipes import entropy_server
 
@@ -81,17 +80,22 @@ class OpdTrainerMixin(_Trainer):
         if failed > 0 and self.recipe.on_bad_row == "error":
             raise RuntimeError(
                 f"{failed} of {expected} rollouts of step {self.global_steps} failed; the rollout worker's log above says "
-                "why. Set opd.on_bad_row=skip to go on without such rows"
+                "why. Set data.on_bad_row=skip to go on without such rows"
             )
         metrics["opd/failed_rollouts"] = failed
         if self.recipe.seeded_rollouts:
             # Rollouts arrive in any order; sums in fp32 would depend on it, and a repeated run with them.
             batch = batch.select_keys([batch.keys[i] for i in self._order(batch)])
+        # verl balances ranks by this tag, which counts the student's tokens only; a rank also runs the teacher on its rows.
+        tokens = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[TEACHER_TOKENS])
+        for tag, teacher in zip(batch.tags, tokens[TEACHER_TOKENS], strict=True):
+            tag["teacher_len"] = int(teacher)
+            tag["seq_len"] += int(teacher)
         return super()._balance_batch(batch, metrics, **kwargs)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         # A batch that is one update is cut for ranks only, so that few padding rows join the few that were selected.
-        return dp_size if self.selects else super()._get_required_batch_multiple(dp_size)
+        return dp_size if self.recipe.selects else super()._get_required_batch_multiple(dp_size)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.recipe.compares_in_update:
@@ -122,7 +126,7 @@ class OpdTrainerMixin(_Trainer):
         return values.to_padded_tensor(0.0), data["response_mask"].to_padded_tensor(0).to(values.dtype)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return self._update_selected(batch, metrics) if self.selects else self._update(batch, metrics)
+        return self._update_selected(batch, metrics) if self.recipe.selects else self._update(batch, metrics)
 
     def _update_columns(self) -> list[str]:
         if self.recipe.compares_in_update:
@@ -139,7 +143,7 @@ class OpdTrainerMixin(_Trainer):
             keys=batch.keys,
             tags=batch.tags,
             fields=self._update_columns(),
-            extra_info={**(batch.extra_info or {}), "whole_batch": self.selects},
+            extra_info={**(batch.extra_info or {}), "whole_batch": self.recipe.selects},
         )
         super()._update_actor(narrow, metrics)
         for key in [key for key in metrics if key.startswith("actor/opd/")]:
@@ -155,7 +159,9 @@ class OpdTrainerMixin(_Trainer):
         Returns:
             All rollouts, and the padding rows that were added: verl's metrics read them, and it clears them.
         """
-        keys, candidates, tokens = self._candidates(batch)
+        keys, candidates = self._candidates(batch)
+        lengths = {key: tag["teacher_len"] for key, tag in zip(batch.keys, batch.tags, strict=True)}
+        tokens = np.array([lengths[key] for key in keys])
         chosen = self.recipe.selection.choose(candidates, self.global_steps)
         metrics["selection/share"] = len(chosen) / max(len(keys), 1)
         metrics["selection/teacher_token_share"] = float(tokens[chosen].sum() / max(tokens.sum(), 1))
@@ -191,17 +197,16 @@ class OpdTrainerMixin(_Trainer):
         names = list(zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True))
         return sorted(range(len(names)), key=names.__getitem__)
 
-    def _candidates(self, batch: KVBatchMeta) -> tuple[list[str], Candidates, np.ndarray]:
-        """Keys, features and teacher tokens of the rollouts that have a token that counts, in an order that a rerun repeats."""
+    def _candidates(self, batch: KVBatchMeta) -> tuple[list[str], Candidates]:
+        """Keys and features of the rollouts that have a token that counts, in an order that a rerun repeats."""
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
         rows = batch.select_keys(real)
         rows = rows.select_keys([real[i] for i in self._order(rows)])
         data = tq.kv_batch_get(keys=rows.keys, partition_id=batch.partition_id, select_fields=[FEATURE_COLUMN])
-        columns = np.array([row.tolist() for row in data[FEATURE_COLUMN]]).reshape(-1, len(FEATURES) + 1)
-        counted = np.flatnonzero(columns[:, -1] > 0)
+        columns = np.array([row.tolist() for row in data[FEATURE_COLUMN]]).reshape(-1, len(FEATURES))
+        counted = np.flatnonzero(columns[:, FEATURES.index("response_length")] > 0)
         columns = columns[counted]
-        candidates = Candidates(**{name: columns[:, i] for i, name in enumerate(FEATURES)})
-        return [rows.keys[i] for i in counted], candidates, columns[:, -1]
+        return [rows.keys[i] for i in counted], Candidates(**dict(zip(FEATURES, columns.T, strict=True)))
 
     def _rebalance(self, batch: KVBatchMeta) -> KVBatchMeta:
         balanced: dict[str, float] = {}

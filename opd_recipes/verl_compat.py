@@ -72,7 +72,12 @@ def row_major_positions(positions: torch.Tensor) -> torch.Tensor:
         rows = list(positions)
     else:
         values, offsets = positions.values(), positions.offsets()
-        if values.shape[-1] == offsets[-1]:  # (planes, all lengths): well formed, whatever the label says
+        by_planes = (
+            len(offsets) > 2 and values.shape[0] == offsets[-1]
+        )  # also where the length is planes * B: then both fit
+        if (
+            values.shape[-1] == offsets[-1] and not by_planes
+        ):  # (planes, all lengths): well formed, whatever the label says
             rows = list(values.split(offsets.diff().tolist(), dim=-1))
         else:  # (B * planes, length): equal lengths, ragged over the planes
             rows = list(values.split(offsets.diff().tolist(), dim=0))

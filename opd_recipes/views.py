@@ -156,7 +156,9 @@ class View:
                 raise RecipeError(f"{where}: unknown value {kind!r}; known: {', '.join(known)}")
         self.provided = self.kinds[0] == "provided"
         if "provided" in self.kinds[1:]:
-            raise RecipeError(f"{where}: 'provided' is where a view starts: make it the first step, and the only such one")
+            raise RecipeError(
+                f"{where}: 'provided' is where a view starts: make it the first step, and the only such one"
+            )
         drawn = steps[1:] if self.provided else steps
         self._steps: list[Callable] = [VIEWS.build(step, where) for step in drawn]
         if self.provided and self.needs_box:

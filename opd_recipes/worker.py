@@ -14,6 +14,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from opd_recipes.engine import loss_function
 from opd_recipes.recipe import Recipe
+from opd_recipes.registry import RecipeError
 from opd_recipes.verl_compat import engine_device, row_major_positions, start_process_group
 
 #: Inside an actor checkpoint: the teacher's shards and the step count of its rule.
@@ -67,9 +68,18 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         self.teacher.save_checkpoint(os.path.join(local_path, TEACHER_FOLDER), global_step=global_step)
-        state = {"finite_steps": self.actor.engine.finite_steps, "skipped_steps": self.actor.engine.skipped_steps}
+        state = {
+            "teacher": self._teacher_spec(),
+            "finite_steps": self.actor.engine.finite_steps,
+            "skipped_steps": self.actor.engine.skipped_steps,
+        }
         with open(self._state_file(local_path), "w") as file:
             json.dump(state, file)
+
+    def _teacher_spec(self) -> dict:
+        """What a resumed run must agree in; a rate may change."""
+        spec = dict(self.config.opd.teacher)
+        return {key: spec.get(key) for key in ("kind", "path")}
 
     @staticmethod
     def _state_file(local_path: str) -> str:
@@ -85,10 +95,16 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
                 "restart the teacher from the base model. To start a new run from these weights, merge them into a Hugging "
                 "Face folder (python -m verl.model_merger) and set actor_rollout_ref.model.path and trainer.resume_mode=disable"
             )
-        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
         with open(self._state_file(local_path)) as file:
             state = json.load(file)
+        if state["teacher"] != self._teacher_spec():
+            raise RecipeError(
+                f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: the weights "
+                "in it are not those that this teacher would have. Resume with the teacher of that run, or start a new run from "
+                "these weights (python -m verl.model_merger, trainer.resume_mode=disable)"
+            )
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
         self.actor.engine.finite_steps = state["finite_steps"]
         self.actor.engine.skipped_steps = state["skipped_steps"]
 

@@ -39,10 +39,10 @@ def test_bas_opd_asks_about_a_quarter(folder, data):
     # Eight rows of about 60 tokens each: the teacher has not seen the other 24.
     assert run.series("opd/teacher_tokens")[0] < 0.35 * 32 * 128
     assert run.series("selection/stored") == [8, 16, 24] and run.series("selection/updates") == [2, 4, 6]
-    assert list(run.steps[2]) != list(run.steps[1]) and 0 < run.steps[2]["selection/captured_utility"] <= 1
+    assert 0 < run.steps[2]["selection/captured_utility"] <= 1
     assert "selection/captured_utility" not in run.steps[1]
     state = torch.load(run.folder / "checkpoints" / "global_step_3" / "selector.pt", weights_only=True)
-    assert state
+    assert {"replay", "normaliser"} <= set(state)
 
 
 def test_bas_opd_resumes_with_what_it_has_learned(folder, data):
@@ -55,6 +55,21 @@ def test_bas_opd_resumes_with_what_it_has_learned(folder, data):
     run = Run(folder, "bas_opd_resumed", data, *options, recipe="bas_opd").ok()
     assert list(run.steps) == [4]
     assert run.steps[4]["selection/stored"] == 32 and run.steps[4]["selection/updates"] == 8
+
+
+def test_another_teacher_does_not_resume(folder, data):
+    checkpoint = folder / "bas_opd" / "checkpoints" / "global_step_3"
+    options = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}", "opd/teacher=frozen")
+    run = Run(folder, "bas_opd_refused", data, *options, "trainer.total_training_steps=4", recipe="bas_opd")
+    assert run.returncode == 1 and "Resume with the teacher of that run" in run.log
+
+
+def test_two_ranks_share_an_odd_number_of_selected_rollouts(folder, data):
+    """9 of 32 rollouts on two ranks: verl fills up with a padding row, which must count nowhere."""
+    options = ("opd/selection=learned", "opd.selection.budget=0.3", "trainer.n_gpus_per_node=2")
+    run = Run(folder, "two_ranks", data, *options).ok()
+    assert run.series("selection/share") == [9 / 32] * 2 and run.series("selection/stored") == [9, 18]
+    assert min(run.series("selection/utility")) > 0 and min(run.series("opd/rollout_pearson")) >= 0.9999
 
 
 def test_a_budget_of_everything_is_the_full_run(folder, data):

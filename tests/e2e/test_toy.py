@@ -144,4 +144,4 @@ def test_a_bad_row_stops_the_run_with_its_place(folder, data):
     assert run.returncode == 1
     assert "opd_recipes: 1 of 96 rows cannot be used:" in run.log
     assert f"{broken}/train.parquet, row 5: bbox [9.0, 9.0, 9.0, 9.0] is empty" in run.log
-    assert "Mend or remove them, or set opd.on_bad_row=skip to leave them out" in run.log
+    assert "Mend or remove them, or set data.on_bad_row=skip to leave them out" in run.log

@@ -9,6 +9,8 @@ import pytest
 from PIL import Image
 
 from opd_recipes.dataset import ROW_IMAGES, ROW_VIEW, RowImages, TwoViewDataset, decode, with_images
+from opd_recipes.images import ImageRoot
+from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import View, ViewError
 from tests import harness
@@ -33,12 +35,12 @@ def row(i=0, size=(96, 64), box=(10, 10, 30, 30), prompt="<image>What is in the 
     return {**out, **changes}
 
 
-def load(tmp_path, rows, *overrides, name="rows.parquet", **kwargs):
+def load(tmp_path, rows, *overrides, name="rows.parquet", overlay="[cpu,toy]", **kwargs):
     files = []
     for i, part in enumerate(rows if isinstance(rows[0], list) else [rows]):
         files.append(str(tmp_path / f"{i}{name}"))
         datasets.Dataset.from_list(part).to_parquet(files[-1])
-    cfg = harness.config(f"+data.cache_dir={tmp_path}", *overrides)
+    cfg = harness.config(f"+data.cache_dir={tmp_path}", *overrides, overlay=overlay)
     worker = harness.prompt_builder()
     return TwoViewDataset(files, worker.tokenizer, cfg.data, worker.processor, **kwargs)
 
@@ -80,7 +82,9 @@ def test_a_hint_needs_answers_in_training_too(tmp_path):
     with pytest.raises(RecipeError, match="row 1: the row has no reward_model.ground_truth, which opd.teacher_hint"):
         load(tmp_path, [row(0), row(1, reward_model={"style": "rule", "ground_truth": None})], hint, name="b.parquet")
     bare = [{k: v for k, v in row(0).items() if k != "reward_model"}]
-    with pytest.raises(RecipeError, match="column 'reward_model'.*is missing.*opd.teacher_hint=null"):
+    with pytest.raises(
+        RecipeError, match="opd.teacher_hint needs the answers, but column 'reward_model'.*opd.teacher_hint=null"
+    ):
         load(tmp_path, bare, hint, name="c.parquet")
 
 
@@ -94,6 +98,11 @@ def test_views_for_validation_alone_are_checked_when_they_are_asked_for(tmp_path
     bad = load(tmp_path, [row(0), row(1, bbox=[5.0, 5.0, 5.0, 9.0])], *free, crop, name="bad.parquet")
     with pytest.raises(RecipeError, match=r"bad.parquet, row 1: bbox .* is empty"):
         bad.set_views(bad.recipe.validation_views)
+    skipping = load(
+        tmp_path, [row(0, bbox=[5.0, 5.0, 5.0, 9.0]), row(1)], *free, crop, "data.on_bad_row=skip", name="s.parquet"
+    )
+    skipping.set_views(skipping.recipe.validation_views)
+    assert len(skipping) == 2 and skipping[0]["index"] == 1 and skipping.locate(0).endswith("row 1")
     boxless = [{k: v for k, v in row(0).items() if k != "bbox"}]
     data = load(tmp_path, boxless, *free, crop, name="none.parquet")
     with pytest.raises(RecipeError, match="column 'bbox' is missing"):
@@ -138,12 +147,12 @@ def test_bad_rows_stop_the_run_with_file_row_and_reason(tmp_path, change, reason
         load(tmp_path, rows)
     assert reason in str(error.value)
     assert "1rows.parquet, row 1: " in str(error.value)
-    assert "1 of 3 rows cannot be used" in str(error.value) and "opd.on_bad_row=skip" in str(error.value)
+    assert "1 of 3 rows cannot be used" in str(error.value) and "data.on_bad_row=skip" in str(error.value)
 
 
 def test_bad_rows_can_be_left_out(tmp_path, capsys):
     rows = [row(0), {**row(1), "bbox": [1.0, 1.0, 1.0, 1.0]}, row(2)]
-    data = load(tmp_path, rows, "opd.on_bad_row=skip")
+    data = load(tmp_path, rows, "data.on_bad_row=skip")
     assert [data[i]["index"] for i in range(len(data))] == [0, 2]
     assert "skipped 1 of 3 rows, e.g." in capsys.readouterr().out
 
@@ -159,14 +168,14 @@ def test_says_how_long_the_prompts_are_and_warns_where_the_views_hardly_differ(t
 
 def test_rows_are_named_by_their_place_in_the_file_also_after_others_were_left_out(tmp_path):
     rows = [{**row(0), "bbox": [1.0, 1.0, 1.0, 1.0]}, row(1), {**row(2), "reward_model": None}]
-    data = load(tmp_path, rows, "opd.on_bad_row=skip")
+    data = load(tmp_path, rows, "data.on_bad_row=skip")
     with pytest.raises(RecipeError, match="1 rows have none, first .*0rows.parquet, row 2"):
         data.set_views(data.recipe.validation_views)
 
 
 def test_no_row_left(tmp_path):
     with pytest.raises(RecipeError, match="no row is left"):
-        load(tmp_path, [{**row(1), "bbox": [1.0, 1.0, 1.0, 1.0]}], "opd.on_bad_row=skip")
+        load(tmp_path, [{**row(1), "bbox": [1.0, 1.0, 1.0, 1.0]}], "data.on_bad_row=skip")
 
 
 @pytest.mark.parametrize(
@@ -270,3 +279,268 @@ def test_json_lines(tmp_path):
     worker = harness.prompt_builder()
     data = TwoViewDataset([str(tmp_path / "rows.jsonl")], worker.tokenizer, cfg.data, worker.processor)
     assert data[1][ROW_IMAGES].images == [str(tmp_path / "a.png")]
+
+
+RED, BLUE = Image.new("RGB", (96, 64), (250, 0, 0)), Image.new("RGB", (96, 64), (0, 0, 250))
+
+
+def named(name, **changes):
+    return row(0, images=[{"bytes": None, "path": name}], **changes)
+
+
+def first_pixel(data, i=0):
+    return data[i][ROW_IMAGES].render(View("original"))[0].getpixel((0, 0))
+
+
+def refusal(tmp_path, name, *overrides, folder="rows"):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path / folder, [named(name)], *overrides)
+    return str(error.value)
+
+
+def test_relative_paths_start_at_the_folder_of_the_rows_file(tmp_path, monkeypatch):
+    """Two files in two folders, read from a third one: each row's image is the one beside its own file."""
+    files = []
+    for folder, image in (("a", RED), ("b", BLUE)):
+        (tmp_path / folder / "img").mkdir(parents=True)
+        image.save(tmp_path / folder / "img" / "x.png")
+        files.append(str(tmp_path / folder / "rows.parquet"))
+        datasets.Dataset.from_list([named("img/x.png")] * 2).to_parquet(files[-1])
+    (tmp_path / "c").mkdir()
+    monkeypatch.chdir(tmp_path / "c")
+    worker = harness.prompt_builder()
+
+    def read(*overrides, **options):
+        cfg = harness.config(f"+data.cache_dir={tmp_path}", *overrides)
+        return TwoViewDataset(list(files), worker.tokenizer, cfg.data, worker.processor, **options)
+
+    data = read()
+    assert [first_pixel(data, i) for i in range(4)] == [(250, 0, 0)] * 2 + [(0, 0, 250)] * 2
+    for size in (1, 2, 3):  # a sample: each row still belongs to its file
+        for seed in range(4):
+            data = read("data.shuffle=true", f"data.seed={seed}", max_samples=size)
+            drawn = np.random.default_rng(seed).choice(4, size=size, replace=False)
+            assert [first_pixel(data, i) for i in range(size)] == [
+                (250, 0, 0) if i < 2 else (0, 0, 250) for i in drawn.tolist()
+            ]
+            assert data.locate(0) == f"{files[drawn[0] // 2]}, row {drawn[0] % 2}"
+    with pytest.raises(RecipeError, match="data.seed=null.*set data.seed, or data.image_root"):
+        read("data.shuffle=true", "data.seed=null", max_samples=2)
+    assert len(read("data.shuffle=true", "data.seed=null", f"+data.image_root={tmp_path}/a", max_samples=2)) == 2
+
+
+def test_image_root_takes_the_place_of_the_files_folder(tmp_path):
+    for folder in ("rows", "pictures"):
+        (tmp_path / folder).mkdir()
+    RED.save(tmp_path / "pictures" / "x.png")
+    root = f"+data.image_root={tmp_path}/pictures"
+    assert first_pixel(load(tmp_path / "rows", [named("x.png")], root)) == (250, 0, 0)
+    both = f"+data.image_root=[{tmp_path}/rows,{tmp_path}/pictures]"
+    up = load(tmp_path / "rows", [named("../pictures/x.png"), named(str(tmp_path / "pictures/x.png"))], both)
+    assert first_pixel(up, 0) == first_pixel(up, 1) == (250, 0, 0)
+
+
+def test_a_path_may_not_leave_the_folder(tmp_path):
+    RED.save(tmp_path / "secret.png")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "rows" / "folder").symlink_to(tmp_path)
+    (tmp_path / "rows2").mkdir()  # a folder whose name begins like the allowed one
+    RED.save(tmp_path / "rows2" / "x.png")
+    names = ["../secret.png", "link.png", "folder/secret.png", str(tmp_path / "secret.png"), "../rows2/x.png"]
+    for name in [*names, f"file://{tmp_path}/secret.png"]:
+        message = refusal(tmp_path, name)
+        assert f"'{name}' cannot be read: it leads to" in message and "data.image_root" in message
+        assert "0rows.parquet, row 0" in message
+    whole = f"+data.image_root=[{tmp_path}/rows,{tmp_path}]"
+    assert first_pixel(load(tmp_path / "rows", [named(name) for name in names], whole)) == (250, 0, 0)
+
+
+def test_a_link_inside_the_folder_is_followed(tmp_path):
+    RED.save(tmp_path / "x.png")
+    (tmp_path / "link.png").symlink_to("x.png")
+    assert first_pixel(load(tmp_path, [named("link.png")])) == (250, 0, 0)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    import os
+
+    (tmp_path / "rows").mkdir()
+    os.mkfifo(tmp_path / "rows" / "pipe.png")
+    assert "'pipe.png' cannot be read: a folder or a device" in refusal(tmp_path, "pipe.png")
+    assert "cannot be read: a folder or a device" in refusal(tmp_path, ".")
+    assert "'gone.png' cannot be read: no such file" in refusal(tmp_path, "gone.png")
+    assert "cannot be read" in refusal(tmp_path, "x\0.png")
+
+
+@pytest.fixture
+def store():
+    """A remote file system that is in memory."""
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for name, image in (("set/x.png", RED), ("other/x.png", BLUE), ("settle/x.png", BLUE)):
+        system.pipe(f"/{name}", encoded(image))
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def no_fetch(monkeypatch):
+    """Any use of a remote file system, and any connection, fails the test."""
+    import socket
+
+    import fsspec.core
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"fetched {args}")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_addresses_are_read_where_the_user_named_them(tmp_path, store):
+    root = "+data.image_root=memory://set"
+    data = load(tmp_path, [named("x.png"), named("memory://set/x.png")], root)
+    assert first_pixel(data, 0) == first_pixel(data, 1) == (250, 0, 0)
+    with pytest.raises(RecipeError, match="'gone.png' cannot be read: .*memory://set/gone.png"):
+        load(tmp_path, [named("gone.png")], root)
+
+
+def test_addresses_beside_rows_at_an_address(store):
+    """Where the rows' file is remote, its folder is, too."""
+    root = ImageRoot.of("memory://set/rows.parquet")
+    assert root == ImageRoot(("memory://set",))
+    assert decode({"bytes": None, "path": "x.png"}, root).getpixel((0, 0)) == (250, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "s3://bucket/x.png",
+        "http://169.254.169.254/latest/meta-data",
+        "memory://set/x.png",
+        "simplecache::memory://set/x.png",
+    ],
+)
+def test_a_row_makes_nothing_be_fetched(tmp_path, no_fetch, name):
+    message = refusal(tmp_path, name)
+    assert f"'{name}' cannot be read" in message and "0rows.parquet, row 0" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory://other/x.png",
+        "memory://settle/x.png",
+        "memory://set/../other/x.png",
+        "../other/x.png",
+        "%2e%2e/other/x.png",
+        "..\\other\\x.png",
+        "memory://set/x.png::memory://other/x.png",
+        "s3://set/x.png",
+        "/etc/passwd",
+    ],
+)
+def test_a_named_address_opens_no_other(tmp_path, no_fetch, name):
+    assert f"{name!r} cannot be read" in refusal(tmp_path, name, "+data.image_root=memory://set")
+
+
+def test_bytes_need_no_folder_and_their_path_is_only_a_name(tmp_path, no_fetch):
+    picture = {"bytes": encoded(RED), "path": "s3://bucket/../../x.png"}
+    data = load(tmp_path, [row(0, images=[picture])])
+    assert first_pixel(data) == (250, 0, 0)
+    with pytest.raises(ViewError, match="no folder is named"):
+        RowImages(["x.png"]).render(View("original"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("<image><video>What?", "the prompt has <video>"),
+        ("<image><audio>What?", "the prompt has <audio>"),
+        (
+            [{"type": "image", "image": "http://127.0.0.1:9/x.png"}, {"type": "text", "text": "<image>What?"}],
+            "content that is no text",
+        ),
+    ],
+)
+def test_a_prompt_makes_nothing_be_fetched(tmp_path, no_fetch, content, reason):
+    bad = row(0, prompt=[{"role": "user", "content": content}], videos=["http://127.0.0.1:9/x.mp4"])
+    bad["prompt"] = [{"role": "user", "content": content}]
+    with pytest.raises(RecipeError, match=f"row 0: .*{reason}"):
+        load(tmp_path, [bad])
+
+
+def test_a_row_is_small_on_its_way_to_the_rollout_worker(tmp_path):
+    """Encoded bytes and a few names: after drawing, too, no pixels travel."""
+    import pickle
+
+    large = encoded(Image.new("RGB", (1000, 1000)), "JPEG")
+    source = load(tmp_path, [row(0, images=[{"bytes": large, "path": None}])])[0][ROW_IMAGES]
+    list(source.rendered({"a": View("redbox"), "b": View("crop")}))
+    assert len(pickle.dumps(source)) < len(large) + 1000
+    assert pickle.loads(pickle.dumps(source)).root == ImageRoot((str(tmp_path),))
+
+
+def test_an_image_is_decoded_once_however_many_views_show_it(monkeypatch):
+    opened = []
+    real = Image.open
+    monkeypatch.setattr(Image, "open", lambda stream, *a, **k: (opened.append(stream), real(stream, *a, **k))[1])
+    source = RowImages(
+        [{"bytes": encoded(RED)}, {"bytes": encoded(BLUE)}], [8, 8, 40, 40], [{"bytes": encoded(RED)}] * 2
+    )
+    crop = View("crop")
+    views = {"student": View("redbox"), "teacher": crop, "negative": View(["crop", "mask_rectangle"])}
+    drawn = dict(source.rendered(views))
+    assert len(opened) == 2  # two images, three views
+    assert list(drawn) == ["student", "teacher", "negative"]
+    assert all(images[0].getpixel((0, 0)) == (250, 0, 0) for images in drawn.values())
+    assert [images[1].size for images in drawn.values()] == [(96, 64), (64, 64), (64, 64)]
+    assert drawn["teacher"][1].tobytes() == source.render(crop)[1].tobytes()  # no view sees what another has drawn
+    del opened[:]
+    assert source.area_ratio(drawn) == 32 * 32 / (96 * 64)
+    assert opened == []  # nor is it opened for its size
+    dict(source.rendered({"student": View("redbox"), "teacher": View("provided")}))
+    assert len(opened) == 4  # the evidence images are other images
+
+
+def test_the_check_at_load_decodes_once_for_all_views(tmp_path, monkeypatch):
+    opened = []
+    real = Image.open
+    monkeypatch.setattr(Image, "open", lambda stream, *a, **k: (opened.append(stream), real(stream, *a, **k))[1])
+    load(tmp_path, [row(0), row(1), row(2)])
+    assert len(opened) == 3
+
+
+def test_postscript_is_not_run(monkeypatch):
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n"
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *a, **k: pytest.fail("Ghostscript was started"))
+    with pytest.raises(ViewError, match="EPS is a program"):
+        decode({"bytes": data})
+
+
+@pytest.mark.parametrize("data", ["text", [1, 2], 5])
+def test_bytes_of_another_type(data):
+    with pytest.raises(ViewError, match="an image's bytes are"):
+        decode({"bytes": data})
+
+
+def test_a_task_reward_needs_answers_in_training(tmp_path):
+    options = ["opd.objective.task_advantage=grpo"]
+    unanswered = [row(0), row(1, reward_model={"style": "rule", "ground_truth": None})]
+    with pytest.raises(
+        RecipeError, match="row 1: the row has no reward_model.ground_truth, which opd.objective.task_adv"
+    ):
+        load(tmp_path, unanswered, *options, overlay="[cpu,toy,advantage]")
+
+
+def test_the_recipes_own_views_are_checked_once(tmp_path, capsys):
+    data = load(tmp_path, [row(0)])
+    before = capsys.readouterr().out.count("prompt tokens")
+    data.set_views(Recipe.load(harness.config().opd).validation_views)
+    assert before == 1 and "prompt tokens" not in capsys.readouterr().out

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opd_recipes.registry import RecipeError
 from tests import harness, reference
 
 # Unequal lengths of prompts and responses, an empty response, one that hits the limit of 4.
@@ -398,6 +399,25 @@ def test_an_external_teacher_may_have_other_sizes(rows, tmp_path):
     expected = reference.loss(scored(load(), other.double(), rows))
     assert out["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert all(torch.equal(before[name], weight) for name, weight in harness.full_weights(teacher.module).items())
+
+
+def test_an_external_teacher_with_another_tokenizer_or_other_patches_is_refused(tmp_path):
+    import json
+    import shutil
+
+    cfg = harness.config("opd/teacher=external", f"opd.teacher.path={tmp_path / 'words'}")
+    shutil.copytree(harness.BASE, tmp_path / "words")
+    file = tmp_path / "words" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|other|>"
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(RecipeError, match="its tokenizer differs"):
+        harness.engines(cfg)
+    shutil.copytree(harness.BASE, tmp_path / "patches")
+    file = tmp_path / "patches" / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    with pytest.raises(RecipeError, match="image_mean"):
+        harness.engines(harness.config("opd/teacher=external", f"opd.teacher.path={tmp_path / 'patches'}"))
 
 
 SELECTING = ["opd/selection=random", "opd.divergence.topk=12"]

@@ -1,5 +1,6 @@
 """Prompts of both views, and what happens to a response before it is stored."""
 
+import asyncio
 import io
 import math
 import random
@@ -170,10 +171,35 @@ def test_features_of_a_row():
     views = Views(prompt(5), {"teacher": prompt(7), "negative": prompt(3)}, area_ratio=0.25)
     output = response([1, 2, 3])
     output.response_logprobs, output.response_mask = [-1.0, -9.0, -2.0], [1, 0, 1]
-    # Mean and 90th percentile of (1, 2); entropy; counted tokens; prompt; area; 7 + 3 and 3 + 3 tokens of the teacher.
-    assert row_features(output, views, 0.5).tolist() == pytest.approx([1.5, 1.9, 0.5, 2, 5, 0.25, 16])
+    # Mean and 90th percentile of (1, 2); entropy; counted tokens; prompt; area.
+    assert row_features(output, views, 0.5).tolist() == pytest.approx([1.5, 1.9, 0.5, 2, 5, 0.25])
     output.response_mask = [0, 0, 0]
-    assert row_features(output, views, 0.5).tolist() == [0] * 7
+    assert row_features(output, views, 0.5).tolist() == [0] * 6
+
+
+def test_the_server_hands_the_entropy_on_and_keeps_nothing():
+    """verl's keywords for vLLM's engine; log-probs are asked for only where verl asks for them."""
+    from opd_recipes.entropy_server import TOP, _EntropyTap
+
+    class Engine:
+        other = 7
+
+        async def generate(self, *, prompt, sampling_params, request_id, lora_request=None, priority=0):
+            for tokens in (1, 2):
+                listed = [
+                    {0: SimpleNamespace(logprob=math.log(0.5)), 1: SimpleNamespace(logprob=math.log(0.5))}
+                ] * tokens
+                yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=listed if sampling_params.logprobs else None)])
+
+    tap = _EntropyTap(Engine())
+
+    async def run(logprobs, name):
+        params = SimpleNamespace(logprobs=logprobs)
+        outputs = [out async for out in tap.generate(prompt="p", sampling_params=params, request_id=name)]
+        return params.logprobs, len(outputs)
+
+    assert asyncio.run(run(0, "a")) == (TOP, 2) and asyncio.run(run(None, "b")) == (None, 2)
+    assert tap.entropies == {"a": pytest.approx(math.log(2))} and tap.other == 7
 
 
 def test_entropy_of_what_vllm_lists():

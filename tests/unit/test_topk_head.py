@@ -182,6 +182,25 @@ def test_a_trust_region_teacher_mixes_logits(chunk):
     torch.testing.assert_close(head.weight.grad.double(), exact.grad, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [V - 5, V + 9])
+@pytest.mark.parametrize("support", ["student", "teacher", "union", "full"])
+def test_a_teacher_whose_vocabulary_is_padded_to_another_size(rows, support):
+    """Ids beyond the smaller head belong to no token: as if the teacher's probability there were 0."""
+    hidden, linear, index, labels, (states, weight) = setup()
+    labels = labels.clamp(max=V - 6)
+    other = torch.cat([weight, torch.ones(20, D)])[:rows]
+    head = StreamedHead(linear)
+    divergence = Divergence("jsd", support, "none" if support == "full" else "bucket", K)
+    with head.serving(ScoreRequest(index, labels, teacher=TeacherStates(states, other), divergence=divergence)):
+        out = head(hidden)
+    ours = hidden.double().flatten(0, 1)[index] @ linear.weight.detach().double().T
+    theirs = torch.full((len(index), V), -1e9, dtype=torch.float64)
+    theirs[:, :rows] = states.double() @ other[:V].double().T
+    options = {"support": support, "tail": "none" if support == "full" else "bucket", "k": K}
+    expected = [float(reference.divergence(p, q, **options)) for p, q in zip(ours, theirs, strict=True)]
+    assert out["divergence"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_utility_of_each_token(chunk):
     hidden, linear, index, labels, (states, weight) = setup()

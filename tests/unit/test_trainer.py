@@ -17,7 +17,12 @@ ROWS = 8
 def batch():
     # Out of order, as rollouts arrive: the row number and the session are the end of the key.
     keys = [f"uid{i}_0_0" for i in (5, 2, 7, 0, 1, 6, 3, 4)]
-    return KVBatchMeta(keys=keys, tags=[{"seq_len": 9} for _ in keys], partition_id="train", extra_info={"temperature": 1.0})
+    return KVBatchMeta(
+        keys=keys,
+        tags=[{"seq_len": 9, "teacher_len": int(key[3]) + 1} for key in keys],
+        partition_id="train",
+        extra_info={"temperature": 1.0},
+    )
 
 
 class Worker:
@@ -37,7 +42,7 @@ def trainer(monkeypatch):
 
         def get(keys, partition_id, select_fields):
             rows = [int(key[3]) for key in keys]
-            features = [[0.0 if row in dead else float(row + 1)] * 7 for row in rows]
+            features = [[0.0 if row in dead else float(row + 1)] * 6 for row in rows]
             return {
                 module.FEATURE_COLUMN: [torch.tensor(row, dtype=torch.float64) for row in features],
                 module.ROW_NUMBER: rows,
@@ -47,7 +52,7 @@ def trainer(monkeypatch):
         monkeypatch.setattr(module.tq, "kv_batch_get", get)
         made = object.__new__(OpdTrainerSync)
         cfg = harness.config(*overrides)
-        made.config, made.recipe, made.selects = cfg, Recipe.load(cfg.opd), True
+        made.config, made.recipe = cfg, Recipe.load(cfg.opd)
         made.global_steps, made.actor_rollout_wg = 3, Worker()
         made._rebalance = lambda subset: subset
 

@@ -59,6 +59,14 @@ def test_every_form_of_positions_becomes_row_major(lengths):
         assert back.offsets().tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()], name
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_equal_lengths_of_as_many_tokens_as_there_are_planes_in_the_batch(count):
+    """(B * planes, L) with L = B * planes looks like (planes, all lengths) from one side."""
+    rows = [torch.arange(4 * 4 * count).view(4, 4 * count) + 1000 * i for i in range(count)]
+    out = row_major_positions(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+    assert all(torch.equal(found, row.T) for found, row in zip(out.unbind(), rows, strict=True))
+
+
 def test_what_verl_stores_becomes_row_major():
     for lengths in ((3, 5, 2), (6, 6, 6)):
         rows = lengths_as(*lengths)

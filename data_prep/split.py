@@ -1,0 +1,88 @@
+"""Output of a data command: which rows become validation rows, and files that appear all together or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from data_prep.rows import DataError
+
+
+def choose_val(images: Sequence[tuple[bytes, ...]], answered: Sequence[bool], share: float, seed: int) -> set[int]:
+    """The rows that become ``val.parquet``.
+
+    Rows that share an image stay together, through others too (a with b, b with c), so that no image is in both files.
+    An image's place in the draw depends on its content and the seed only, and only rows with an answer are drawn:
+    validation has to score them.
+
+    Args:
+        images: The digests of each row's images.
+        answered: Whether each row has an answer.
+        share: Of all rows, about as many are drawn, and at least one.
+        seed: Another seed, another draw.
+
+    Returns:
+        Positions in ``images``.
+
+    Raises:
+        DataError: No image can be set aside.
+    """
+    if share == 0:
+        return set()
+    groups = _sharing(images)
+    drawable = [key for key, rows in groups.items() if all(answered[row] for row in rows)]
+    drawable.sort(key=lambda key: hashlib.sha256(str(seed).encode() + key).digest())
+    if len(groups) < 2 or not drawable:
+        raise DataError(
+            f"--val-fraction {share}: validation needs an image with all its answers, and training another image, "
+            f"but of {len(groups)} images {len(drawable)} have all answers; leave the option out"
+        )
+    wanted = max(1, round(share * len(images)))
+    chosen: set[int] = set()
+    for key in drawable[: len(groups) - 1]:
+        if len(chosen) >= wanted:
+            break
+        chosen.update(groups[key])
+    return chosen
+
+
+def _sharing(images: Sequence[tuple[bytes, ...]]) -> dict[bytes, list[int]]:
+    """Rows that are connected by common images, under the least digest of each such group."""
+    parent: dict[bytes, bytes] = {}
+
+    def root(digest: bytes) -> bytes:
+        while parent.setdefault(digest, digest) != digest:
+            parent[digest] = parent[parent[digest]]
+            digest = parent[digest]
+        return digest
+
+    for digests in images:
+        least = min(map(root, digests))
+        parent.update({root(digest): least for digest in digests})
+    groups: dict[bytes, list[int]] = {}
+    for row, digests in enumerate(images):
+        groups.setdefault(root(digests[0]), []).append(row)
+    return groups
+
+
+@contextmanager
+def all_or_nothing(out: Path, name: str) -> Iterator[Path]:
+    """A temporary folder in ``out``; its files move into ``out`` when the block ends well, and vanish when it does not."""
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{name}-", dir=out) as folder:
+        temporary = Path(folder)
+        yield temporary
+        for file in sorted(temporary.iterdir()):
+            os.replace(file, out / file.name)
+
+
+def notes_on_earlier_runs(out: Path, made: set[str], name: str) -> list[str]:
+    """Lines about files in ``out`` that do not belong to the run that made ``made``."""
+    others = [file for file in ("val.parquet", "rejects.jsonl") if file not in made and (out / file).exists()]
+    notes = [f"note: {out / file} is of an earlier run and does not belong to this one; remove it" for file in others]
+    killed = sorted(out.glob(f".{name}-*"))
+    return notes + [f"note: {folder} was left by a run that was killed; remove it" for folder in killed]
