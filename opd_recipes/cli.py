@@ -62,12 +62,13 @@ def add_demo(commands) -> None:
 
 def add_study(commands) -> None:
     from opd_recipes.study import SEEDS, STEPS, run_study
+    from opd_recipes.study_variants import DEFAULT_OUT
 
     study = commands.add_parser(
         "study",
         help="train and measure every recipe, comparator and control on the toy data; can be stopped and continued",
     )
-    study.add_argument("--out", type=Path, default=Path("runs/study"), help="folder for data, logs and results")
+    study.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for data, logs and results")
     study.add_argument(
         "--seeds", type=int, nargs="+", default=list(SEEDS), help="one run of each variant for each seed"
     )

@@ -106,6 +106,8 @@ class RowImages:
 class TwoViewDataset(RLHFDataset):
     """verl's dataset, with both views checked when it is loaded (``data.custom_cls``)."""
 
+    dataframe: Any  # verl's: the rows that are used
+
     def __init__(self, *args, **kwargs):
         config = kwargs["config"] if "config" in kwargs else args[2]
         self.recipe = Recipe.load(config.opd)
@@ -318,7 +320,8 @@ class TwoViewDataset(RLHFDataset):
         if self.seed is None:
             return None
         # As verl draws.
-        return list(np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False))
+        drawn = np.random.default_rng(self.seed).choice(total, size=self.max_samples, replace=False)
+        return np.asarray(drawn).tolist()
 
 
 def _refuse_other_media(messages: list[dict]) -> None:

@@ -1,12 +1,14 @@
 """``opd_recipes study``: every variant with every seed, measured on the same two views; what is finished is not run again.
 
 A run is the real training command, in a process of its own. The study's folder remembers each finished run with its
-arguments, so the study can be stopped at any time and goes on where it was.
+arguments, so the study can be stopped at any time and goes on where it was. Runs that are published already (``study.json`` in
+the folder given by ``--publish``, with the same command) are taken from there, so another machine can go on, too.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +31,8 @@ TRAIN, VAL = 3072, 256
 LIMIT_MINUTES = 30
 #: Seconds between two looks at what runs.
 POLL_SECONDS = 1.0
+#: What a run's result and its row in the results have in common.
+KEPT = ("minutes", "date", "teacher_tokens", "update_seconds", "step_seconds")
 DATA_SOURCE = "toy"
 VIEWS = ("full", "crop")
 
@@ -51,6 +55,11 @@ class Run:
     @property
     def name(self) -> str:
         return self.variant.name if self.variant is BASE_MODEL else f"{self.variant.name} seed {self.seed}"
+
+    @property
+    def command(self) -> str:
+        """What a person would type, whatever the machine's paths are."""
+        return " && ".join(shown(command, self.folder.parent) for command in self.commands)
 
     @property
     def arguments(self) -> list[list[str]]:
@@ -116,6 +125,11 @@ class Run:
         return f"{self.name} " + ("starting" if step is None else f"step {step}/{self.steps}")
 
 
+def _result(row: dict[str, Any], when: str) -> dict[str, Any]:
+    """A run's result from its published row; ``before`` gives the base model's."""
+    return {key: row[key] for key in KEPT} | {"after": {view: row[f"{view}_{when}"] for view in VIEWS}}
+
+
 def _accuracy(metrics: dict[str, Any]) -> dict[str, float] | None:
     keys = {view: f"val-core/{DATA_SOURCE}@{view}/acc/mean@1" for view in VIEWS}
     return {view: metrics[key] for view, key in keys.items()} if set(keys.values()) <= metrics.keys() else None
@@ -138,9 +152,24 @@ class Study:
 
     @classmethod
     def plan(
-        cls, out: Path, seeds: Sequence[int], only: Sequence[str], steps: int, jobs: int, extra: Sequence[str] = ()
+        cls,
+        out: Path,
+        seeds: Sequence[int],
+        only: Sequence[str],
+        steps: int,
+        jobs: int,
+        extra: Sequence[str] = (),
+        published: Sequence[dict[str, Any]] = (),
     ) -> Study:
-        """Raises ValueError for an unknown variant."""
+        """Lay out the runs.
+
+        Args:
+            published: Rows of an earlier ``study.json``; they stand for runs with the same seed, steps and command.
+
+        Raises:
+            ValueError: An unknown variant.
+        """
+        known = {(row["seed"], row["steps"], row["command"]): row for row in published}
         files = Files(out / "data")
         # Seeds are the outer loop, so that a study that is stopped has all variants once.
         wanted = [(BASE_MODEL, 0), *((variant, seed) for seed in seeds for variant in named(only))]
@@ -148,8 +177,11 @@ class Study:
         for variant, seed in wanted:
             folder = out / (variant.name if variant is BASE_MODEL else f"{variant.name}-{seed}")
             run = Run(variant, seed, steps, folder, commands(variant, seed, steps, folder, files, extra))
-            run.result = recall(folder, run.arguments)
+            row = known.get((seed, steps, run.command))
+            run.result = recall(folder, run.arguments) or (row and _result(row, "after"))
             runs.append(run)
+        if published and runs[0].result is None:
+            runs[0].result = _result(published[0], "before")
         return cls(runs[1:], runs[0], jobs)
 
     def execute(self) -> None:
@@ -195,7 +227,6 @@ class Study:
                 continue
             after = run.result["after"]
             first, last = Point(0, before["full"], before["crop"]), Point(run.steps, after["full"], after["crop"])
-            kept = ("minutes", "date", "teacher_tokens", "update_seconds", "step_seconds")
             rows.append(
                 {
                     "variant": run.variant.name,
@@ -208,8 +239,8 @@ class Study:
                     "crop_before": first.crop,
                     "crop_after": last.crop,
                     "gap_closed": gap_closed(first, last),
-                    **{key: run.result[key] for key in kept},
-                    "command": " && ".join(shown(command, run.folder.parent) for command in run.commands),
+                    **{key: run.result[key] for key in KEPT},
+                    "command": run.command,
                 }
             )
         return rows
@@ -255,7 +286,9 @@ def run_study(
     """
     out = out.resolve()
     try:
-        study = Study.plan(out, seeds, only, steps, jobs, extra)
+        file = publish_to / "study.json" if publish_to else None
+        published = json.loads(file.read_text()) if file and file.exists() else []
+        study = Study.plan(out, seeds, only, steps, jobs, extra, published)
     except ValueError as error:
         print(f"opd_recipes study: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from opd_recipes.runs import BASE
 
+#: Where a study keeps its runs unless told otherwise.
+DEFAULT_OUT = Path("runs/study")
+
 #: Views of the toy data (overlay/toy.yaml), for variants whose teacher looks at something else.
 MARKED = "{kind: redbox, width: 2, expand: 0.0}"
 CUT_OUT = "{kind: crop, zoom: 2.0, padding: 0.25, min_size: 48}"
@@ -170,9 +173,11 @@ def _sft(seed: int, files: Files, more: Sequence[str]) -> list[str]:
 
 
 def shown(command: Sequence[str], out: Path) -> str:
-    """A command as a person would type it, without what names this machine: the study's folder outside of here is OUT."""
-    here, package = f"{Path.cwd()}/", f"{BASE.parents[2]}/"
-    words = [word.replace(here, "").replace(package, "").replace(str(out), "OUT") for word in command[1:]]
+    """A command as a person would type it here, the same on every machine: the study's folder is shown as its default."""
+    names = {str(out): str(DEFAULT_OUT), f"{BASE.parents[2]}/": ""}
+    words = list(command[1:])
+    for name, short in names.items():
+        words = [word.replace(name, short) for word in words]
     words = ["opd_recipes", *words[2:]] if words[:2] == ["-m", "opd_recipes.cli"] else ["python", *words]
     left_out = ("hydra.run.dir=", "trainer.logger=", "trainer.resume_mode=", "trainer.default_local_dir=")
     return shlex.join(word for word in words if not word.startswith(left_out))

@@ -99,9 +99,9 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
             state = json.load(file)
         if state["teacher"] != self._teacher_spec():
             raise RecipeError(
-                f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: the weights "
-                "in it are not those that this teacher would have. Resume with the teacher of that run, or start a new run from "
-                "these weights (python -m verl.model_merger, trainer.resume_mode=disable)"
+                f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: its "
+                "weights are not those that this teacher would have. Resume with the teacher of that run, or start a new "
+                "run from these weights (python -m verl.model_merger, trainer.resume_mode=disable)"
             )
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
