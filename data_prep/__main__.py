@@ -19,6 +19,10 @@ COMMANDS = {
     ),
     "pairs": ("data_prep.pairs", "image-question pairs in common layouts, for RP-OPSD and OPSD"),
     "boxes": ("data_prep.boxes", "evidence boxes of any convention as bbox in pixels"),
+    "synthesize": (
+        "data_prep.synthesize",
+        "questions about details of unlabelled images, from any OpenAI-compatible server",
+    ),
     "render": ("data_prep.render", "one view of a recipe, drawn into plain verl rows for GRPO, SFT and validation"),
 }
 

@@ -11,8 +11,23 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from opd_recipes import comparators, stock
+from opd_recipes import comparators
 from opd_recipes.comparators import set_environment
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """The import changes verl in this process: other tests get it back as it was."""
+    import verl.workers.engine_workers  # noqa: F401  one of the modules that hold the functions
+
+    names = ("maybe_fix_3d_position_ids", "initialize_global_process_group", "initialize_global_process_group_ray")
+    loaded = [module for name, module in sys.modules.items() if name.startswith("verl")]
+    before = [(module, name, getattr(module, name)) for module in loaded for name in names if hasattr(module, name)]
+    from opd_recipes import stock
+
+    yield stock
+    for module, name, value in before:
+        setattr(module, name, value)
 
 
 def rows_of(*lengths):
@@ -26,7 +41,7 @@ def as_verl_stores_them(rows):
 
 
 @pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (3, 5, 2, 4)])
-def test_verls_workers_get_each_sequence_its_own_positions(lengths):
+def test_verls_workers_get_each_sequence_its_own_positions(stock, lengths):
     """By the way of an update: pickled, mended, cut into mini-batches, mended again, cut into micro-batches."""
     from verl.utils.tensordict_utils import index_select_tensor_dict
 
@@ -42,7 +57,7 @@ def test_verls_workers_get_each_sequence_its_own_positions(lengths):
         assert torch.equal(mini_batch["position_ids"].values(), torch.cat([rows[i] for i in indices], dim=1))
 
 
-def test_data_without_positions_or_with_flat_ones_is_left_alone():
+def test_data_without_positions_or_with_flat_ones_is_left_alone(stock):
     flat = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
     for data in (TensorDict({"x": torch.zeros(2)}, 2), TensorDict({"position_ids": flat}, 2)):
         before = dict(data.items())
@@ -72,8 +87,8 @@ assert torch.distributed.is_initialized()
 
 def test_the_configurations_name_the_mends():
     folder = Path(comparators.__file__).parent / "config"
-    assert OmegaConf.load(folder / "grpo.yaml").actor_rollout_ref.model.external_lib == stock.__name__
-    assert OmegaConf.load(folder / "sft.yaml").model.external_lib == stock.__name__
+    assert OmegaConf.load(folder / "grpo.yaml").actor_rollout_ref.model.external_lib == "opd_recipes.stock"
+    assert OmegaConf.load(folder / "sft.yaml").model.external_lib == "opd_recipes.stock"
 
 
 @pytest.mark.parametrize(

@@ -414,8 +414,10 @@ def test_an_external_teacher_with_another_tokenizer_or_other_patches_is_refused(
     with pytest.raises(RecipeError, match="its tokenizer differs"):
         harness.engines(cfg)
     shutil.copytree(harness.BASE, tmp_path / "patches")
-    file = tmp_path / "patches" / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    file = tmp_path / "patches" / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
+    file.write_text(json.dumps(settings))
     with pytest.raises(RecipeError, match="image_mean"):
         harness.engines(harness.config("opd/teacher=external", f"opd.teacher.path={tmp_path / 'patches'}"))
 
