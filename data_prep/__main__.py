@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "pairs": ("data_prep.pairs", "image-question pairs in common layouts, for RP-OPSD and OPSD"),
     "boxes": ("data_prep.boxes", "evidence boxes of any convention as bbox in pixels"),
+    "check": ("data_prep.check", "rows against a recipe and a model's processor, before any GPU is touched"),
     "synthesize": (
         "data_prep.synthesize",
         "questions about details of unlabelled images, from any OpenAI-compatible server",

@@ -98,9 +98,8 @@ def test_the_server_takes_two_images_and_counts_their_tokens(url, images):
 
 
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another_one(url):
-    sampled = [
-        ask(url, [], "Name it.", temperature=0.9, top_p=0.8, seed=seed, max_tokens=32).text for seed in (1, 1, 2, 3)
-    ]
+    # Hot: the tiny model is sure of itself.
+    sampled = [ask(url, [], "Name it.", temperature=2.0, seed=seed, max_tokens=32).text for seed in (1, 1, 2, 3)]
     assert sampled[0] == sampled[1] and len(set(sampled)) > 1
 
 
