@@ -20,6 +20,7 @@ COMMANDS = {
     "pairs": ("data_prep.pairs", "image-question pairs in common layouts, for RP-OPSD and OPSD"),
     "boxes": ("data_prep.boxes", "evidence boxes of any convention as bbox in pixels"),
     "check": ("data_prep.check", "rows against a recipe and a model's processor, before any GPU is touched"),
+    "inspect": ("data_prep.inspect", "a page of rows as the recipe shows them, to look at"),
     "synthesize": (
         "data_prep.synthesize",
         "questions about details of unlabelled images, from any OpenAI-compatible server",

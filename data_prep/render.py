@@ -20,7 +20,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from opd_recipes.dataset import RowImages
+from opd_recipes.images import ImageRoot, RowImages
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import View, ViewError
 
@@ -35,12 +35,13 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class Columns:
-    """What the source calls its columns; the names come from the configuration's ``data`` section."""
+    """What the source calls its columns, and where its rows may name images; from the configuration's ``data`` section."""
 
     prompt: str = "prompt"
     images: str = "images"
     box: str = "bbox"
     evidence: str = "bbox_images"
+    image_root: str | Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,11 @@ def configured_view(
         raise RecipeError(f"--view {name}: {config_name} has no such view; known: {', '.join(sorted(views))}")
     data = config.data
     return views[name], Columns(
-        data.prompt_key, data.image_key, data.get("bbox_key", "bbox"), data.get("bbox_images_key", "bbox_images")
+        data.prompt_key,
+        data.image_key,
+        data.get("bbox_key", "bbox"),
+        data.get("bbox_images_key", "bbox_images"),
+        data.get("image_root"),
     )
 
 
@@ -133,7 +138,9 @@ def render(
     written = 0
     try:
         with pq.ParquetWriter(unfinished, schema) as writer:
-            for rows in _drawn(sources, total, lambda row, number: draw_row(row, number, view, columns, tag)):
+            roots = {source: ImageRoot.of(source, columns.image_root) for source in sources}
+            draw = partial(draw_row, view=view, columns=columns, tag=tag)
+            for rows in _drawn(sources, total, lambda row, number, source: draw(row, number, root=roots[source])):
                 good = [row for row in rows if isinstance(row, dict)]
                 faults += [row for row in rows if isinstance(row, str)]
                 written += len(good)
@@ -168,13 +175,13 @@ def _row_count(source: Path, view: View, columns: Columns) -> int:
     return file.metadata.num_rows
 
 
-def _drawn(sources: Sequence[Path], total: int, draw: Callable[[dict, int], dict]) -> Iterator[list[dict | str]]:
+def _drawn(sources: Sequence[Path], total: int, draw: Callable[[dict, int, Path], dict]) -> Iterator[list[dict | str]]:
     """Row groups of drawn rows; in the place of a row that cannot be used stands the reason, with file and row."""
     import pyarrow.parquet as pq
 
     def attempt(source: Path, number: int, row: dict) -> dict | str:
         try:
-            return draw(row, number)
+            return draw(row, number, source)
         except ViewError as error:
             return f"{source}, row {number}: {error}"
 
@@ -191,7 +198,9 @@ def _drawn(sources: Sequence[Path], total: int, draw: Callable[[dict, int], dict
                 progress.update(len(rows))
 
 
-def draw_row(row: dict[str, Any], number: int, view: View, columns: Columns, tag: str | None) -> dict[str, Any]:
+def draw_row(
+    row: dict[str, Any], number: int, *, view: View, columns: Columns, root: ImageRoot, tag: str | None = None
+) -> dict[str, Any]:
     """One row with its view drawn, in the columns of :func:`_schema`.
 
     Raises:
@@ -208,7 +217,7 @@ def draw_row(row: dict[str, Any], number: int, view: View, columns: Columns, tag
     placeholders = sum(turn["content"].count(PLACEHOLDER) for turn in prompt)
     if not images or placeholders != len(images):
         raise ViewError(f"{placeholders} {PLACEHOLDER} in the prompt for {len(images)} images in '{columns.images}'")
-    source = RowImages(images=images, box=row.get(columns.box), evidence=row.get(columns.evidence) or [])
+    source = RowImages(images=images, box=row.get(columns.box), evidence=row.get(columns.evidence) or [], root=root)
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in prompt]
     return {
         "data_source": row["data_source"] + (f"@{tag}" if tag else ""),

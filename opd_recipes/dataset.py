@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,89 +18,18 @@ from PIL import Image
 from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from opd_recipes.images import ImageRoot, decode, pixels
+from opd_recipes.images import ImageRoot, RowImages
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
-from opd_recipes.views import Box, View, ViewError
+from opd_recipes.views import View, ViewError
 
 #: A row's columns for the rollout worker: its images, its number, and the view on which the student answers.
 ROW_IMAGES = "opd_images"
 ROW_NUMBER = "opd_row"
 ROW_VIEW = "opd_view"
 
-
-@dataclass
-class RowImages:
-    """What a row has to see: encoded images, its evidence box, ready-made evidence images. Small enough to travel.
-
-    Args:
-        images: Bytes or names, as :func:`opd_recipes.images.decode` takes them.
-        box: Evidence box in pixels of the last image.
-        evidence: Ready-made evidence images, one for each of ``images``.
-        root: The folders in which images may be named; without it, only bytes can be read.
-    """
-
-    images: list[Any]
-    box: Box | None = None
-    evidence: list[Any] = field(default_factory=list)
-    root: ImageRoot = ImageRoot()
-    _pixels: int | None = field(default=None, init=False, repr=False, compare=False)
-
-    def render(self, view: View) -> list[Image.Image]:
-        """Decode and draw one view; several are cheaper by :meth:`rendered`.
-
-        Raises:
-            ViewError: An image cannot be decoded, or the view cannot be drawn from this row.
-        """
-        return dict(self.rendered({"": view}))[""]
-
-    def rendered(self, views: Mapping[str, View]) -> Iterator[tuple[str, list[Image.Image]]]:
-        """Draw views one after the other. Each image is decoded once, however many views show it, and kept no longer.
-
-        The box belongs to the last image; the others are shown as they are.
-
-        Args:
-            views: Views by name.
-
-        Yields:
-            Name and images of each view.
-
-        Raises:
-            ViewError: An image cannot be decoded, or a view cannot be drawn from this row.
-        """
-        decoded: dict[bool, list[Image.Image]] = {}
-        for name, view in views.items():
-            if view.provided not in decoded:
-                decoded[view.provided] = self._evidence() if view.provided else self._images()
-            shown, box = decoded[view.provided], None if view.provided else self.box
-            yield name, [*shown[:-1], view(shown[-1], box)] if shown else []
-
-    def _images(self) -> list[Image.Image]:
-        decoded = [decode(source, self.root) for source in self.images]
-        if decoded:
-            self._pixels = decoded[-1].width * decoded[-1].height
-        return decoded
-
-    def _evidence(self) -> list[Image.Image]:
-        if not self.evidence:
-            raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
-        if len(self.evidence) != len(self.images):
-            raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
-        return [decode(source, self.root) for source in self.evidence]
-
-    def area_ratio(self, views: Mapping[str, list[Image.Image]]) -> float:
-        """The evidence's share of the image: of the box, else of the ready-made evidence, else of what the two views show.
-
-        Args:
-            views: What :meth:`rendered` gave for ``student`` and ``teacher``.
-        """
-        student, teacher = views["student"][-1], views["teacher"][-1]
-        if self.box is None:
-            return teacher.width * teacher.height / (student.width * student.height)
-        if self._pixels is None:
-            self._pixels = pixels(self.images[-1], self.root)
-        x0, y0, x1, y1 = self.box
-        return (x1 - x0) * (y1 - y0) / self._pixels
+#: Rows that are checked at a time when the set is loaded.
+ROWS_AT_A_TIME = 256
 
 
 class TwoViewDataset(RLHFDataset):
@@ -218,12 +147,22 @@ class TwoViewDataset(RLHFDataset):
     def _faults(self, dataframe: Any, views: Mapping[str, View], hint: str | None) -> list[str | None]:
         """Why each row cannot be used, or None."""
         # Not `datasets.map`: its cache would hide a file behind a path that has since been damaged.
-        with ThreadPoolExecutor(self.num_workers or 1) as pool:  # decoding and resizing release the GIL
-            faults = pool.map(lambda i: self._fault(dataframe[i], views, hint, self._root(i)), range(len(dataframe)))
-            checked = list(tqdm(faults, total=len(dataframe), desc="checking rows", unit="row", mininterval=5))
+        reasons: list[str | None] = []
+        counts: list[dict[str, int]] = []
+        with (
+            ThreadPoolExecutor(self.num_workers or 1) as pool,  # decoding and resizing release the GIL
+            tqdm(total=len(dataframe), desc="checking rows", unit="row", mininterval=5) as bar,
+        ):
+            # Some at a time: the pool would take up all rows at once, and their images with them.
+            for start in range(0, len(dataframe), ROWS_AT_A_TIME):
+                rows = range(start, min(start + ROWS_AT_A_TIME, len(dataframe)))
+                for reason, tokens in pool.map(lambda i: self._fault(dataframe[i], views, hint, self._root(i)), rows):
+                    reasons.append(reason)
+                    counts += [] if reason else [tokens]
+                    bar.update()
         if {"student", "teacher"} <= views.keys():
-            self._report_tokens([tokens for reason, tokens in checked if not reason])
-        return [reason for reason, _ in checked]
+            self._report_tokens(counts)
+        return reasons
 
     def _refuse(self, reasons: list[str | None]) -> None:
         bad = [i for i, reason in enumerate(reasons) if reason]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from opd_recipes.view_steps import ViewError
+from opd_recipes.views import Box, View, ViewError
 
 #: The longest encoded image that is read by name; longer ones are no images, or too large to train on.
 MAX_ENCODED_BYTES = 512 * 2**20
@@ -144,7 +144,7 @@ def decode(source: Any, root: ImageRoot | None = None) -> Image.Image:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
     except Exception as error:  # a damaged file can raise nearly anything in a decoder
-        raise ViewError(f"{_name(source)} cannot be read as an image: {error}") from error
+        raise ViewError(f"{_name(source)} cannot be read as an image: {_cause(error)}") from error
     finally:
         stream.close()
 
@@ -160,7 +160,7 @@ def pixels(source: Any, root: ImageRoot | None = None) -> int:
         with Image.open(stream) as image:
             return image.width * image.height
     except Exception as error:  # as above
-        raise ViewError(f"{_name(source)} cannot be read as an image: {error}") from error
+        raise ViewError(f"{_name(source)} cannot be read as an image: {_cause(error)}") from error
     finally:
         stream.close()
 
@@ -187,6 +187,85 @@ def encoded(source: Any, root: ImageRoot | None = None) -> BinaryIO:
         raise ViewError(f"{_name(source)} cannot be read: {error}") from error
 
 
+def _cause(error: Exception) -> object:
+    # PIL's message names an object in memory.
+    return "it is none, or its start is damaged" if isinstance(error, UnidentifiedImageError) else error
+
+
 def _name(source: Any) -> str:
     path = source.get("path") if isinstance(source, dict) else source
     return f"{path!r:.200}" if path else "the image's bytes"
+
+
+@dataclass
+class RowImages:
+    """What a row has to see: encoded images, its evidence box, ready-made evidence images. Small enough to travel.
+
+    Args:
+        images: Bytes or names, as :func:`opd_recipes.images.decode` takes them.
+        box: Evidence box in pixels of the last image.
+        evidence: Ready-made evidence images, one for each of ``images``.
+        root: The folders in which images may be named; without it, only bytes can be read.
+    """
+
+    images: list[Any]
+    box: Box | None = None
+    evidence: list[Any] = field(default_factory=list)
+    root: ImageRoot = ImageRoot()
+    _pixels: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def render(self, view: View) -> list[Image.Image]:
+        """Decode and draw one view; several are cheaper by :meth:`rendered`.
+
+        Raises:
+            ViewError: An image cannot be decoded, or the view cannot be drawn from this row.
+        """
+        return dict(self.rendered({"": view}))[""]
+
+    def rendered(self, views: Mapping[str, View]) -> Iterator[tuple[str, list[Image.Image]]]:
+        """Draw views one after the other. Each image is decoded once, however many views show it, and kept no longer.
+
+        The box belongs to the last image; the others are shown as they are.
+
+        Args:
+            views: Views by name.
+
+        Yields:
+            Name and images of each view.
+
+        Raises:
+            ViewError: An image cannot be decoded, or a view cannot be drawn from this row.
+        """
+        decoded: dict[bool, list[Image.Image]] = {}
+        for name, view in views.items():
+            if view.provided not in decoded:
+                decoded[view.provided] = self._evidence() if view.provided else self._images()
+            shown, box = decoded[view.provided], None if view.provided else self.box
+            yield name, [*shown[:-1], view(shown[-1], box)] if shown else []
+
+    def _images(self) -> list[Image.Image]:
+        decoded = [decode(source, self.root) for source in self.images]
+        if decoded:
+            self._pixels = decoded[-1].width * decoded[-1].height
+        return decoded
+
+    def _evidence(self) -> list[Image.Image]:
+        if not self.evidence:
+            raise ViewError("the view 'provided' needs evidence images, but 'bbox_images' is missing or empty")
+        if len(self.evidence) != len(self.images):
+            raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
+        return [decode(source, self.root) for source in self.evidence]
+
+    def area_ratio(self, views: Mapping[str, list[Image.Image]]) -> float:
+        """The evidence's share of the image: of the box, else of the ready-made evidence, else of what the two views show.
+
+        Args:
+            views: What :meth:`rendered` gave for ``student`` and ``teacher``.
+        """
+        student, teacher = views["student"][-1], views["teacher"][-1]
+        if self.box is None:
+            return teacher.width * teacher.height / (student.width * student.height)
+        if self._pixels is None:
+            self._pixels = pixels(self.images[-1], self.root)
+        x0, y0, x1, y1 = self.box
+        return (x1 - x0) * (y1 - y0) / self._pixels

@@ -24,12 +24,12 @@ from opd_recipes.dataset import (
     ROW_IMAGES,
     ROW_NUMBER,
     ROW_VIEW,
-    RowImages,
     hinted,
     map_parts,
     prepared_images,
     with_images,
 )
+from opd_recipes.images import RowImages
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.selection import FEATURES, features
@@ -151,7 +151,7 @@ class TwoViewAgentLoopWorker(_Worker):
         if trajectory["validate"]:
             messages = with_images(messages, source.render(self.recipe.validation_views[view]))
             return messages, Views(self._prompt(messages), {})
-        images = {name: source.render(view) for name, view in self.recipe.views.items()}
+        images = dict(source.rendered(self.recipe.views))
         asked = hinted(messages, self.recipe.teacher_hint, (reward or {}).get("ground_truth"))
         prompts = {name: self._prompt(with_images(asked, seen)) for name, seen in images.items() if name != "student"}
         messages = with_images(messages, images["student"])

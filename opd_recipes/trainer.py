@@ -86,12 +86,18 @@ class OpdTrainerMixin(_Trainer):
         if self.recipe.seeded_rollouts:
             # Rollouts arrive in any order; sums in fp32 would depend on it, and a repeated run with them.
             batch = batch.select_keys([batch.keys[i] for i in self._order(batch)])
+        return self._balanced(batch, metrics, **kwargs)
+
+    def _balanced(self, batch: KVBatchMeta, metrics: dict, **kwargs) -> KVBatchMeta:
         # verl balances ranks by this tag, which counts the student's tokens only; a rank also runs the teacher on its rows.
-        tokens = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[TEACHER_TOKENS])
-        for tag, teacher in zip(batch.tags, tokens[TEACHER_TOKENS], strict=True):
-            tag["teacher_len"] = int(teacher)
-            tag["seq_len"] += int(teacher)
+        for tag, teacher in zip(batch.tags, self._teacher_tokens(batch), strict=True):
+            tag["seq_len"] = tag["prompt_len"] + tag["response_len"] + teacher
         return super()._balance_batch(batch, metrics, **kwargs)
+
+    @staticmethod
+    def _teacher_tokens(batch: KVBatchMeta) -> list[int]:
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[TEACHER_TOKENS])
+        return [int(tokens) for tokens in data[TEACHER_TOKENS]]
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         # A batch that is one update is cut for ranks only, so that few padding rows join the few that were selected.
@@ -160,8 +166,7 @@ class OpdTrainerMixin(_Trainer):
             All rollouts, and the padding rows that were added: verl's metrics read them, and it clears them.
         """
         keys, candidates = self._candidates(batch)
-        lengths = {key: tag["teacher_len"] for key, tag in zip(batch.keys, batch.tags, strict=True)}
-        tokens = np.array([lengths[key] for key in keys])
+        tokens = np.array(self._teacher_tokens(batch.select_keys(keys)))
         chosen = self.recipe.selection.choose(candidates, self.global_steps)
         metrics["selection/share"] = len(chosen) / max(len(keys), 1)
         metrics["selection/teacher_token_share"] = float(tokens[chosen].sum() / max(tokens.sum(), 1))
@@ -174,7 +179,7 @@ class OpdTrainerMixin(_Trainer):
         # With everything selected the batch stays as it is, to the order of its rows.
         subset = batch if len(chosen) == len(keys) else batch.select_keys([key for key in batch.keys if key in wanted])
         if subset is not batch:
-            subset = self._rebalance(subset)
+            subset = self._balanced(subset, {})
         self._update(subset, metrics)
         utilities = dict(zip(subset.keys, sum(self.actor_rollout_wg.last_utilities(), []), strict=True))
         metrics["selection/utility"] = float(np.mean([utilities[keys[i]] for i in chosen]))
@@ -207,10 +212,6 @@ class OpdTrainerMixin(_Trainer):
         counted = np.flatnonzero(columns[:, FEATURES.index("response_length")] > 0)
         columns = columns[counted]
         return [rows.keys[i] for i in counted], Candidates(**dict(zip(FEATURES, columns.T, strict=True)))
-
-    def _rebalance(self, batch: KVBatchMeta) -> KVBatchMeta:
-        balanced: dict[str, float] = {}
-        return super()._balance_batch(batch, balanced)
 
     def _oracle(self, batch: KVBatchMeta, keys: list[str]) -> list[float]:
         """The utility of every candidate under the weights of this step, without training on it."""

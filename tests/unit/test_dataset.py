@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opd_recipes.dataset import ROW_IMAGES, ROW_VIEW, RowImages, TwoViewDataset, decode, with_images
-from opd_recipes.images import ImageRoot
+from opd_recipes.dataset import ROW_IMAGES, ROW_VIEW, TwoViewDataset, with_images
+from opd_recipes.images import ImageRoot, RowImages, decode
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import View, ViewError

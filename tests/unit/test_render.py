@@ -94,6 +94,15 @@ def test_rows_without_extra_info_are_numbered(tmp_path):
     assert [row["extra_info"] for row in drawn] == [{"index": 0}, {"index": 1}]
 
 
+def test_images_by_path_start_at_the_rows_file(tmp_path):
+    (row,) = toy_rows(1)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(row["images"][0]["bytes"])
+    row["images"] = [{"bytes": None, "path": "pictures/a.png"}]
+    (drawn,) = render(write(tmp_path / "a.parquet", [row]), tmp_path / "b.parquet", view="teacher")
+    assert image_of(drawn).size == (96, 96)
+
+
 def test_ready_made_evidence_is_a_view_too(tmp_path):
     (row,) = toy_rows(1)
     row["bbox_images"] = [{"bytes": row["images"][0]["bytes"], "path": None}]

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from data_prep.toy.scenes import make_scene
-from opd_recipes.dataset import RowImages, hinted, with_images
+from opd_recipes.dataset import hinted, with_images
+from opd_recipes.images import RowImages
 from opd_recipes.recipe import Recipe
 from opd_recipes.rollout import Prompt, Views, cut_at_vision_token, row_features, vision_token_ids
 from tests import harness

@@ -19,7 +19,7 @@ def batch():
     keys = [f"uid{i}_0_0" for i in (5, 2, 7, 0, 1, 6, 3, 4)]
     return KVBatchMeta(
         keys=keys,
-        tags=[{"seq_len": 9, "teacher_len": int(key[3]) + 1} for key in keys],
+        tags=[{"seq_len": 9, "prompt_len": 6, "response_len": 3} for key in keys],
         partition_id="train",
         extra_info={"temperature": 1.0},
     )
@@ -47,6 +47,7 @@ def trainer(monkeypatch):
                 module.FEATURE_COLUMN: [torch.tensor(row, dtype=torch.float64) for row in features],
                 module.ROW_NUMBER: rows,
                 "session_id": [0] * len(rows),
+                module.TEACHER_TOKENS: [row + 1 for row in rows],
             }
 
         monkeypatch.setattr(module.tq, "kv_batch_get", get)
@@ -54,7 +55,7 @@ def trainer(monkeypatch):
         cfg = harness.config(*overrides)
         made.config, made.recipe = cfg, Recipe.load(cfg.opd)
         made.global_steps, made.actor_rollout_wg = 3, Worker()
-        made._rebalance = lambda subset: subset
+        made._balanced = lambda subset, metrics: subset
 
         def update(subset, metrics):
             made.actor_rollout_wg.updated.append(list(subset.keys))
@@ -127,10 +128,10 @@ def test_a_skipped_update_teaches_the_selector_nothing(trainer):
 def test_padding_rows_that_the_subset_gained_come_back_to_be_cleared(trainer):
     made = trainer("opd/selection=entropy", "opd.selection.budget=0.25")
 
-    def pad(subset):
+    def pad(subset, metrics):
         return KVBatchMeta(keys=[*subset.keys, "pad0"], tags=[*subset.tags, {"is_padding": True}], partition_id="train")
 
-    made._rebalance = pad
+    made._balanced = pad
     made.actor_rollout_wg.last_utilities = lambda: [[1.0, 2.0], [0.0]]
     back = made._update_selected(batch(), metrics := {})
     assert set(back.keys) == {*batch().keys, "pad0"} and metrics["selection/utility"] == 1.5
