@@ -57,13 +57,6 @@ def test_bas_opd_resumes_with_what_it_has_learned(folder, data):
     assert run.steps[4]["selection/stored"] == 32 and run.steps[4]["selection/updates"] == 8
 
 
-def test_another_teacher_does_not_resume(folder, data):
-    checkpoint = folder / "bas_opd" / "checkpoints" / "global_step_3"
-    options = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}", "opd/teacher=frozen")
-    run = Run(folder, "bas_opd_refused", data, *options, "trainer.total_training_steps=4", recipe="bas_opd")
-    assert run.returncode == 1 and "Resume with the teacher of that run" in run.log
-
-
 def test_two_ranks_share_an_odd_number_of_selected_rollouts(folder, data):
     """9 of 32 rollouts on two ranks: verl fills up with a padding row, which must count nowhere."""
     options = ("opd/selection=learned", "opd.selection.budget=0.3", "trainer.n_gpus_per_node=2")
