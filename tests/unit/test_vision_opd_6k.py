@@ -131,6 +131,7 @@ def test_images_are_the_same_bytes_under_the_same_names(photos, converted):
 
 def test_training_decodes_them_upright_and_to_the_right_size(converted):
     from opd_recipes.images import decode
+
     for row, photo in zip(converted, PHOTOS, strict=True):
         upright = photo.load()
         image, crop = decode(row["images"][0]), decode(row["bbox_images"][0])
