@@ -19,7 +19,7 @@ from verl.workers.utils.padding import response_from_nested
 from opd_recipes.advantage import divergence_for_advantage
 from opd_recipes.check import check_run
 from opd_recipes.dataset import ROW_NUMBER
-from opd_recipes.engine import view_columns
+from opd_recipes.head_engine import view_columns
 from opd_recipes.loss import MOMENTS, pearson
 from opd_recipes.rollout import FEATURE_COLUMN, TEACHER_TOKENS
 from opd_recipes.selection import FEATURES, Candidates, captured_utility
