@@ -46,7 +46,12 @@ def measure(rows: int) -> dict[str, float]:
         subprocess.run(command, check=True)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         megabytes = source.stat().st_size / 2**20
-    return {"rows": rows, "source_mb": round(megabytes), "peak_mb": round(peak), "seconds": round(time.time() - began, 1)}
+    return {
+        "rows": rows,
+        "source_mb": round(megabytes),
+        "peak_mb": round(peak),
+        "seconds": round(time.time() - began, 1),
+    }
 
 
 def main() -> None:
