@@ -15,13 +15,11 @@ from data_prep.check_images import Seen, inspect_image
 from data_prep.check_setup import Setup
 from data_prep.check_text import answer_findings, prompt_findings
 from data_prep.faults import Finding
-from opd_recipes.dataset import ROW_IMAGES, hinted
+from opd_recipes.dataset import ROW_IMAGES, UNDONE, hinted
 from opd_recipes.images import ImageRoot
 
 #: The processor's longest side over the shortest (qwen_vl_utils, transformers).
 MAX_ASPECT = 200
-#: A resized student's view with a larger share of the teacher's tokens has been enlarged again; as training warns.
-UNDONE = 0.6
 #: Views whose token counts differ by less than this share, and ...
 SAME_TOKENS = 0.05
 #: ... whose pixels differ by less than this on average (of 255), show the same.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.configuration import ColumnNames
 from data_prep.faults import Finding
 from data_prep.rows import show
 
@@ -16,13 +17,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(ColumnNames):
     """What the configuration calls the columns, and which of the optional ones it reads."""
 
-    prompt: str = "prompt"
-    images: str = "images"
-    box: str = "bbox"
-    evidence: str = "bbox_images"
     needs_box: bool = False
     needs_evidence: bool = False
     needs_answer: bool = False

@@ -11,6 +11,7 @@ from typing import Any
 
 from data_prep.check_schema import Columns
 from data_prep.check_text import SpecialTokens
+from data_prep.configuration import compose_config
 from data_prep.rows import DataError
 from opd_recipes.dataset import TwoViewDataset
 from opd_recipes.recipe import Recipe
@@ -92,30 +93,21 @@ def load_setup(config_name: str, overlays: str | None, overrides: Sequence[str],
         RecipeError: Training would refuse the configuration.
         DataError: It does not compose, or the model has no processor that can be loaded.
     """
+    from omegaconf.errors import OmegaConfBaseException
+
     from opd_recipes.check import check_run
 
-    config = compose_config(config_name, overlays, overrides, model)
+    config = compose_config(config_name, overlays, overrides)
+    try:
+        config.actor_rollout_ref.model.path = model  # not an override: a path may have characters of hydra's grammar
+    except OmegaConfBaseException as error:
+        raise DataError(f"--config-name {config_name}: {error}") from error
     recipe = check_run(config, files=False)
     tokenizer, processor, model_config = _load_model(config)
     prompts = Prompts([], tokenizer, config.data, processor)
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     special = SpecialTokens([*tokenizer.all_special_tokens, *added])
     return Setup(config, recipe, prompts, special, limits_of(config, processor, model_config), model_config)
-
-
-def compose_config(config_name: str, overlays: str | None, overrides: Sequence[str], model: str) -> Any:
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    chosen = [f"+overlay=[{overlays}]"] if overlays else []
-    try:
-        with initialize_config_module("opd_recipes.config", version_base=None):
-            config = compose(config_name, overrides=[*chosen, *overrides])
-        config.actor_rollout_ref.model.path = model  # not an override: a path may have characters of hydra's grammar
-    except (HydraException, OmegaConfBaseException) as error:
-        raise DataError(f"--config-name {config_name}: {error}") from error
-    return config
 
 
 def _load_model(config: Any) -> tuple[Any, Any, Any]:

@@ -16,10 +16,10 @@ from data_prep import seen
 from data_prep.convert import TEMPORARY, BoxColumn, Job, check_source, settle, write
 from data_prep.images import SourceRoot
 from data_prep.layouts import LAYOUTS, Fields, Layout, detect
-from data_prep.rows import REJECTS, DataError, RowFault, describe_faults, fraction, positive
+from data_prep.rows import REJECTS, DataError, RowFault, describe_faults
 from data_prep.seen import DecodedImages
 from data_prep.sources import Source, open_source
-from data_prep.split import choose_val, notes_on_earlier_runs
+from data_prep.split import add_split_arguments, choose_val, notes_on_earlier_runs
 
 #: So many records decide the layout.
 SAMPLE = 100
@@ -51,17 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data-source", type=_name, help="name in the data_source column (default: the source's)")
     parser.add_argument("--need-answer", action="store_true", help="a row without an answer cannot be used (for OPSD)")
-    parser.add_argument("--limit", type=positive, help="use only the first N rows of the source")
-    parser.add_argument(
-        "--val-fraction",
-        type=fraction,
-        default=0.0,
-        help="share of the rows for val.parquet; rows with the same image stay together (default: no val.parquet)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="which rows become val.parquet (default: %(default)s)")
-    parser.add_argument(
-        "--skip-bad", action="store_true", help=f"leave out rows that cannot be used, and list them in {REJECTS}"
-    )
+    add_split_arguments(parser)
 
 
 def _name(text: str) -> str:

@@ -20,13 +20,13 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from data_prep.configuration import ColumnNames, compose_config
+from data_prep.rows import PLACEHOLDER, ROWS_PER_GROUP, DataError
 from opd_recipes.images import ImageRoot, RowImages
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import View, ViewError
 
-ROWS_PER_GROUP = 64
 FAULTS_SHOWN = 20
-PLACEHOLDER = "<image>"
 
 
 class RenderError(ValueError):
@@ -34,13 +34,9 @@ class RenderError(ValueError):
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(ColumnNames):
     """What the source calls its columns, and where its rows may name images; from the configuration's ``data`` section."""
 
-    prompt: str = "prompt"
-    images: str = "images"
-    box: str = "bbox"
-    evidence: str = "bbox_images"
     image_root: str | Sequence[str] | None = None
 
 
@@ -69,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         view, columns = configured_view(args.config_name, args.overlay, args.overrides, args.view)
         counts = render(args.data, args.out, view, columns, tag=args.tag, skip_bad=args.skip_bad)
-    except (RecipeError, RenderError) as error:
+    except (DataError, RecipeError, RenderError) as error:
         sys.exit(f"data_prep: {error}")
     except OSError as error:
         sys.exit(f"data_prep: {error}; nothing was written to {args.out}")
@@ -83,19 +79,12 @@ def configured_view(
     """The view called ``name`` of a recipe, and the names of the columns that it is drawn from.
 
     Raises:
-        RecipeError: The configuration does not compose, is no recipe, or has no such view.
+        DataError: The configuration does not compose.
+        RecipeError: It is no recipe, or has no such view.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-
     from opd_recipes.recipe import Recipe
 
-    chosen = [f"+overlay=[{overlays}]"] if overlays else []
-    try:
-        with initialize_config_module("opd_recipes.config", version_base=None):
-            config = compose(config_name, overrides=[*chosen, *overrides])
-    except HydraException as error:
-        raise RecipeError(f"--config-name {config_name}: {error}") from error
+    config = compose_config(config_name, overlays, overrides)
     if "opd" not in config:
         raise RecipeError(f"--config-name {config_name}: it has no views; name a recipe, e.g. vision_opd")
     recipe = Recipe.load(config.opd)

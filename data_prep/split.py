@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data_prep.rows import DataError
+from data_prep.rows import REJECTS, DataError, fraction, positive
+
+
+def add_split_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which rows of a source are used, and which of them are for validation."""
+    parser.add_argument("--limit", type=positive, help="use only the first N rows of the source")
+    parser.add_argument(
+        "--val-fraction",
+        type=fraction,
+        default=0.0,
+        help="share of the rows for val.parquet; rows with the same image stay together (default: no val.parquet)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which rows become val.parquet (default: %(default)s)")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help=f"leave out rows that cannot be used, and list them in {REJECTS}"
+    )
 
 
 def choose_val(images: Sequence[tuple[bytes, ...]], answered: Sequence[bool], share: float, seed: int) -> set[int]:

@@ -34,15 +34,13 @@ from data_prep.rows import (
     answer_field,
     collect,
     describe_faults,
-    fraction,
     image_field,
     parse_object,
-    positive,
     schema,
     show,
     write_rejects,
 )
-from data_prep.split import all_or_nothing, choose_val, notes_on_earlier_runs
+from data_prep.split import add_split_arguments, all_or_nothing, choose_val, notes_on_earlier_runs
 
 NAME = "vision_opd_6k"
 
@@ -76,17 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source", type=Path, required=True, help="folder with train.jsonl, images/ and teacher_images/"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and val.parquet")
-    parser.add_argument("--limit", type=positive, help="use only the first N rows of the source")
-    parser.add_argument(
-        "--val-fraction",
-        type=fraction,
-        default=0.0,
-        help="share of the rows for val.parquet; rows with the same image stay together (default: no val.parquet)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="which rows become val.parquet (default: %(default)s)")
-    parser.add_argument(
-        "--skip-bad", action="store_true", help=f"leave out rows that cannot be used, and list them in {REJECTS}"
-    )
+    add_split_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

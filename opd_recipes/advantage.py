@@ -5,8 +5,8 @@ The advantage of token t is minus the divergence from t on, discounted:
     A_t = - coefficient * sum over s >= t of discount^(s - t) D_s   [+ the task reward's advantage]
 
 With ``discount: 0`` and the sampled token's k1, D_t = log p_S(y_t) - log p_T(y_t), it is the sampled-token reverse KL in the
-place of a reward. A divergence of whole distributions at t does not depend on y_t, so
-there the discount must be above 0: token t then answers for where its choice leads.
+place of a reward. A divergence of whole distributions at t does not depend on y_t, so there the discount must be above 0: token
+t then answers for where its choice leads.
 """
 
 from __future__ import annotations

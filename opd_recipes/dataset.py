@@ -28,6 +28,9 @@ ROW_IMAGES = "opd_images"
 ROW_NUMBER = "opd_row"
 ROW_VIEW = "opd_view"
 
+#: A resized student's prompt with more than this share of the teacher's tokens has been enlarged again.
+UNDONE = 0.6
+
 #: Rows that are checked at a time when the set is loaded.
 ROWS_AT_A_TIME = 256
 
@@ -207,7 +210,7 @@ class TwoViewDataset(RLHFDataset):
         longest = {name: max(count[name] for count in counts) for name in mean}
         told = ", ".join(f"{name} mean {mean[name]:.0f}, longest {longest[name]}" for name in mean)
         print(f"opd_recipes: prompt tokens: {told}")
-        undone = sum(count["student"] > 0.6 * count["teacher"] for count in counts)
+        undone = sum(count["student"] > UNDONE * count["teacher"] for count in counts)
         # (resize with restore keeps the size on purpose.)
         smaller = any(step["kind"] == "resize" and not step.get("restore") for step in self.recipe.student_view.spec)
         if smaller and undone > 0.1 * len(counts):

@@ -39,6 +39,9 @@ UPDATE_COLUMNS = [
 #: What verl's policy-gradient loss reads besides.
 ADVANTAGE_COLUMNS = ["prompts", "response_mask", "advantages", "old_log_probs"]
 
+#: What names a rollout in every run.
+NAME_COLUMNS = [ROW_NUMBER, "session_id"]
+
 #: In a checkpoint, beside the actor: what the selection has learned.
 SELECTOR_FILE = "selector.pt"
 
@@ -165,8 +168,7 @@ class OpdTrainerMixin(_Trainer):
         Returns:
             All rollouts, and the padding rows that were added: verl's metrics read them, and it clears them.
         """
-        keys, candidates = self._candidates(batch)
-        tokens = np.array(self._teacher_tokens(batch.select_keys(keys)))
+        keys, candidates, tokens = self._candidates(batch)
         chosen = self.recipe.selection.choose(candidates, self.global_steps)
         metrics["selection/share"] = len(chosen) / max(len(keys), 1)
         metrics["selection/teacher_token_share"] = float(tokens[chosen].sum() / max(tokens.sum(), 1))
@@ -186,7 +188,8 @@ class OpdTrainerMixin(_Trainer):
         if math.isfinite(metrics["actor/grad_norm"]):  # a skipped update leaves the selection as it was, too
             learned = self.recipe.selection.learn(self.global_steps, {i: utilities[keys[i]] for i in chosen})
             metrics.update(learned)
-        added = [i for i, key in enumerate(subset.keys) if key not in set(batch.keys)]
+        known = set(batch.keys)
+        added = [i for i, key in enumerate(subset.keys) if key not in known]
         return KVBatchMeta(
             partition_id=batch.partition_id,
             keys=batch.keys + [subset.keys[i] for i in added],
@@ -197,21 +200,19 @@ class OpdTrainerMixin(_Trainer):
     @staticmethod
     def _order(batch: KVBatchMeta) -> list[int]:
         """The rows by row number and session: the same in every run, unlike their keys."""
-        fields = [ROW_NUMBER, "session_id"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        names = list(zip(map(int, data[ROW_NUMBER]), map(int, data["session_id"]), strict=True))
-        return sorted(range(len(names)), key=names.__getitem__)
+        return _in_order(tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=NAME_COLUMNS))
 
-    def _candidates(self, batch: KVBatchMeta) -> tuple[list[str], Candidates]:
-        """Keys and features of the rollouts that have a token that counts, in an order that a rerun repeats."""
+    @staticmethod
+    def _candidates(batch: KVBatchMeta) -> tuple[list[str], Candidates, np.ndarray]:
+        """Keys, features and teacher tokens of the rollouts that have a token that counts, in an order that a rerun repeats."""
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        rows = batch.select_keys(real)
-        rows = rows.select_keys([real[i] for i in self._order(rows)])
-        data = tq.kv_batch_get(keys=rows.keys, partition_id=batch.partition_id, select_fields=[FEATURE_COLUMN])
+        fields = [FEATURE_COLUMN, TEACHER_TOKENS, *NAME_COLUMNS]
+        data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=fields)
         columns = np.array([row.tolist() for row in data[FEATURE_COLUMN]]).reshape(-1, len(FEATURES))
-        counted = np.flatnonzero(columns[:, FEATURES.index("response_length")] > 0)
-        columns = columns[counted]
-        return [rows.keys[i] for i in counted], Candidates(**dict(zip(FEATURES, columns.T, strict=True)))
+        counts = columns[:, FEATURES.index("response_length")] > 0
+        rows = [i for i in _in_order(data) if counts[i]]
+        tokens = np.array([int(count) for count in data[TEACHER_TOKENS]])[rows]
+        return [real[i] for i in rows], Candidates(**dict(zip(FEATURES, columns[rows].T, strict=True))), tokens
 
     def _oracle(self, batch: KVBatchMeta, keys: list[str]) -> list[float]:
         """The utility of every candidate under the weights of this step, without training on it."""
@@ -252,6 +253,12 @@ class OpdTrainerMixin(_Trainer):
         # Rewards, advantages and returns are not computed: their zeros would only mislead.
         for key in [key for key in metrics if key.startswith("critic/")]:
             del metrics[key]
+
+
+def _in_order(data: Any) -> list[int]:
+    """Indices of rows with :data:`NAME_COLUMNS` by what names them."""
+    names = list(zip(*(map(int, data[column]) for column in NAME_COLUMNS), strict=True))
+    return sorted(range(len(names)), key=names.__getitem__)
 
 
 class OpdTrainerSync(OpdTrainerMixin, PPOTrainerSync):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 from opd_recipes.curve import read_metrics
+from opd_recipes.runs import Process
 from tests.harness import BASE
 
 TIMEOUT_S = 600
+
+
+def finish(process: Process) -> Process:
+    """Wait for a run, at most :data:`TIMEOUT_S` seconds: then it is ended."""
+    try:
+        while process.exit_code is None and process.minutes * 60 < TIMEOUT_S:
+            time.sleep(0.5)
+    finally:
+        process.end()
+    return process
 
 
 class Run:
@@ -27,8 +37,6 @@ class Run:
         module="opd_recipes",
     ):
         self.folder = folder / name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        metrics = self.folder / "metrics.jsonl"
         command = [
             sys.executable,
             *(
@@ -54,14 +62,10 @@ class Run:
             *overrides,
         ]
         # verl's own entry point reads its platform before the configuration can say it.
-        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "VERL_PLATFORM": "cpu"}
-        with (self.folder / "log.txt").open("w") as log:
-            done = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=TIMEOUT_S, check=False
-            )
-        self.log = (self.folder / "log.txt").read_text(errors="replace")
-        self.returncode = done.returncode
-        self.steps = dict(read_metrics(metrics))
+        process = finish(Process(command, self.folder, {"VERL_PLATFORM": "cpu"}))
+        self.log = process.log.read_text(errors="replace")
+        self.returncode = process.exit_code
+        self.steps = dict(read_metrics(process.metrics))
 
     def ok(self) -> Run:
         assert self.returncode == 0, "\n".join(self.log.splitlines()[-60:])

@@ -2,7 +2,6 @@
 
 import io
 import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +11,7 @@ from PIL import Image
 from data_prep.__main__ import main as data_prep
 from opd_recipes.curve import read_metrics
 from opd_recipes.runs import Process
-from tests.e2e.runs import TIMEOUT_S
+from tests.e2e.runs import finish
 from tests.harness import BASE
 
 pytestmark = pytest.mark.e2e
@@ -22,13 +21,8 @@ ROWS = 16
 
 def run(folder, *command):
     """A finished run's metrics by step."""
-    process = Process([sys.executable, "-m", "opd_recipes.cli", *command, *output(folder)], folder)
-    try:
-        while process.exit_code is None and process.minutes * 60 < TIMEOUT_S:
-            time.sleep(0.5)
-        assert process.exit_code == 0, process.tail()
-    finally:
-        process.end()
+    process = finish(Process([sys.executable, "-m", "opd_recipes.cli", *command, *output(folder)], folder))
+    assert process.exit_code == 0, process.tail()
     return dict(read_metrics(process.metrics))
 
 

@@ -4,21 +4,9 @@ import datasets
 import pytest
 import torch
 
-from data_prep.__main__ import main as data_prep
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("recipes")
-
-
-@pytest.fixture(scope="module")
-def data(folder):
-    data_prep(["toy", "--out", str(folder / "data"), "--train", "96", "--val", "24"])
-    return folder / "data"
 
 
 def test_bas_opd_asks_about_a_quarter(folder, data):

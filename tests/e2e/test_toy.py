@@ -4,24 +4,12 @@ import datasets
 import pytest
 import torch
 
-from data_prep.__main__ import main as data_prep
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.e2e
 
 #: All responses have the same length (the limit), so all sequences of a batch do.
 EQUAL_LENGTHS = "data.max_response_length=1"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("toy")
-
-
-@pytest.fixture(scope="module")
-def data(folder):
-    data_prep(["toy", "--out", str(folder / "data"), "--train", "96", "--val", "24"])
-    return folder / "data"
 
 
 @pytest.fixture(scope="module")

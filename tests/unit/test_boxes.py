@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw, ImageOps
 
-from data_prep import boxes, seen
+from data_prep import boxes
 from data_prep.images import ORIENTATION
 from data_prep.rows import read_rows
+from tests.unit import commands
 
 SIZE = (400, 200)
 
-
-def run(*options: Any) -> None:
-    parser = argparse.ArgumentParser()
-    boxes.add_arguments(parser)
-    boxes.run(parser.parse_args([str(option) for option in options]))
-
-
-def refusal(out: Path, *options: Any) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        run(*options, "--out", out)
-    assert isinstance(stopped.value.code, str)
-    assert {file.name for file in out.glob("*")} <= {seen.NAME}, "nothing but what a next run saves work by"
-    return stopped.value.code
+run = partial(commands.run, boxes)
+refusal = partial(commands.refusal, boxes)
 
 
 def boxes_of(out: Path) -> list[list[float]]:

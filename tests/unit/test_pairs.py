@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from data_prep.images import SourceRoot
 from data_prep.layouts import Fields, detect
 from data_prep.rows import DataError, read_rows
 from data_prep.sources import Place, Source, open_source, split_array
+from tests.unit import commands
 
 
 def png(number: int, size: tuple[int, int] = (8, 6)) -> bytes:
@@ -32,19 +33,8 @@ def png(number: int, size: tuple[int, int] = (8, 6)) -> bytes:
     return buffer.getvalue()
 
 
-def run(*options: Any) -> None:
-    parser = argparse.ArgumentParser()
-    pairs.add_arguments(parser)
-    pairs.run(parser.parse_args([str(option) for option in options]))
-
-
-def refusal(out: Path, *options: Any) -> str:
-    """The message of a run that must fail, and leave nothing."""
-    with pytest.raises(SystemExit) as stopped:
-        run(*options, "--out", out)
-    assert isinstance(stopped.value.code, str)
-    assert {file.name for file in out.glob("*")} <= {seen.NAME}, "nothing but what a next run saves work by"
-    return stopped.value.code
+run = partial(commands.run, pairs)
+refusal = partial(commands.refusal, pairs)
 
 
 def rows_of(out: Path, split: str = "train") -> list[dict[str, Any]]:
