@@ -24,8 +24,8 @@ ESTIMATORS = Registry("opd.divergence.estimator")
 #: finite differences and gradients.
 MIN_LOG_PROB = -1e4
 
-#: Largest log-mass of the top-K ids for which the tail is computed: log(1 - exp(s)) needs s < 0.
-MAX_LOG_MASS = -1e-7
+#: Floor of the tail's log-mass: log(1 - exp(s)) at the published bound s = -1e-7 of the kept tokens' log-mass.
+MIN_LOG_REST = math.log(-math.expm1(-1e-7))
 
 #: In the place of an id that a support names twice: it counts nowhere, neither in the sum nor in the tail nor in the mass.
 NO_ID = -1
@@ -166,22 +166,28 @@ def full_support(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Ten
 
 
 @TAILS.register("bucket")
-def bucket_tail(log_probs: torch.Tensor) -> torch.Tensor:
-    """Append one bin with the mass of all other tokens. Shapes: (N, K) -> (N, K + 1)."""
-    mass = log_probs.logsumexp(-1, keepdim=True).clamp(max=MAX_LOG_MASS)
-    return torch.cat([log_probs, torch.log(-torch.expm1(mass))], dim=-1)
+def bucket_tail(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The kept tokens, and one bin with the mass of all others. Shapes: (N, V), (N, K) -> (N, K + 1).
+
+    The bin is the published log(1 - sum of the kept) with its floor, but summed over the other tokens: in fp32 the
+    difference and its gradient have no digits left where the kept tokens hold nearly everything.
+    """
+    named = torch.where(ids == NO_ID, ids[:, :1], ids)
+    rest = log_probs.scatter(-1, named, MIN_LOG_PROB).logsumexp(-1, keepdim=True)
+    return torch.cat([_kept(log_probs, ids), rest.clamp(min=MIN_LOG_REST)], dim=-1)
 
 
 @TAILS.register("renormalise")
-def renormalise_tail(log_probs: torch.Tensor) -> torch.Tensor:
-    """Let the kept tokens sum to one. Shapes: (N, K) -> (N, K)."""
-    return log_probs - log_probs.logsumexp(-1, keepdim=True)
+def renormalise_tail(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The kept tokens, which together have all the mass. Shapes: (N, V), (N, K) -> (N, K)."""
+    kept = _kept(log_probs, ids)
+    return kept - kept.logsumexp(-1, keepdim=True)
 
 
 @TAILS.register("none")
-def no_tail(log_probs: torch.Tensor) -> torch.Tensor:
-    """Leave the full-softmax probabilities of the kept tokens as they are."""
-    return log_probs
+def no_tail(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The kept tokens with their full-softmax probabilities. Shapes: (N, V), (N, K) -> (N, K)."""
+    return _kept(log_probs, ids)
 
 
 class Divergence:
@@ -230,9 +236,9 @@ class Divergence:
         if ids is None:
             one = torch.ones_like(log_p[:, 0]).detach()
             return self._kind(log_p, log_q), {"student_mass": one, "teacher_mass": one}
-        log_p, log_q = _kept(log_p, ids), _kept(log_q, ids)
-        mass = {"student_mass": log_p.detach().exp().sum(-1), "teacher_mass": log_q.exp().sum(-1)}
-        return self._kind(self._tail(log_p), self._tail(log_q)), mass
+        student_mass, teacher_mass = (_kept(x.detach(), ids).exp().sum(-1) for x in (log_p, log_q))
+        mass = {"student_mass": student_mass, "teacher_mass": teacher_mass}
+        return self._kind(self._tail(log_p, ids), self._tail(log_q, ids)), mass
 
 
 def _log_probs(logits: torch.Tensor) -> torch.Tensor:
@@ -261,7 +267,7 @@ def utility(student: torch.Tensor, teacher: torch.Tensor, topk: int) -> torch.Te
     """
     k = min(topk, student.shape[-1])
     ours, theirs = (logits.topk(k, dim=-1, sorted=False).indices for logits in (student, teacher))
-    log_p, log_q = (renormalise_tail(_log_probs(logits).gather(-1, ours)) for logits in (student, teacher))
+    log_p, log_q = (renormalise_tail(_log_probs(logits), ours) for logits in (student, teacher))
     overlap = _repeated(torch.cat([ours, theirs], dim=-1).sort(-1).values).sum(-1) / k
     entropy = -(log_q.exp() * log_q).sum(-1)
     certainty = 1 - entropy / math.log(k) if k > 1 else torch.ones_like(entropy)
