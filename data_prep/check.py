@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from data_prep.faults import Finding, Report
 from data_prep.rows import DataError, positive
+from data_prep.sources import Address, file_or_address
 from opd_recipes.images import ImageRoot
 from opd_recipes.registry import RecipeError
 
@@ -28,6 +29,9 @@ CLEAN, FAULTY, CANNOT_RUN = 0, 1, 2
 
 #: Rows in memory at a time.
 BATCH = 16
+
+#: A file with rows.
+Rows = Path | Address
 
 #: An override of hydra's: KEY=VALUE, ++KEY=VALUE, ~KEY.
 OVERRIDE = re.compile(r"~[\w./@-]+|\+{0,2}[\w./@-]+=")
@@ -38,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="FILE|KEY=VALUE",
-        help="parquet files with training rows, and overrides of the configuration; all before or all behind the options",
+        help="parquet files with training rows (paths, or addresses such as s3://...), and overrides of the configuration; "
+        "all before or all behind the options",
     )
     parser.add_argument(
         "--val", nargs="+", action="extend", default=[], metavar="FILE", help="files with validation rows"
@@ -99,13 +104,13 @@ def check(args: argparse.Namespace) -> int:
     return FAULTY if report.errors else CLEAN
 
 
-def split_inputs(inputs: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Files and overrides of the configuration, which are told apart by their form; a file that exists is a file."""
+def split_inputs(inputs: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Files (paths or addresses) and overrides of the configuration, told apart by their form; what exists is a file."""
     overrides = [text for text in inputs if OVERRIDE.match(text) and not os.path.exists(text)]
-    return [Path(text).expanduser() for text in inputs if text not in overrides], overrides
+    return [file_or_address(text) for text in inputs if text not in overrides], overrides
 
 
-def _check_arguments(args: argparse.Namespace, train: Sequence[Path], val: Sequence[Path]) -> None:
+def _check_arguments(args: argparse.Namespace, train: Sequence[Rows], val: Sequence[Rows]) -> None:
     from data_prep.check_fix import check_target
 
     if not train:
@@ -122,7 +127,7 @@ def _check_arguments(args: argparse.Namespace, train: Sequence[Path], val: Seque
         check_target(args.fix, [*train, *val])
 
 
-def check_sets(setup: Any, sets: Mapping[str, Sequence[Path]], limit: int | None, report: Report):
+def check_sets(setup: Any, sets: Mapping[str, Sequence[Rows]], limit: int | None, report: Report):
     """Check validation first and training behind it, so that a training row with a validation image is told at once.
 
     Args:
@@ -162,12 +167,12 @@ def check_sets(setup: Any, sets: Mapping[str, Sequence[Path]], limit: int | None
     return states
 
 
-def _readable(setup: Any, files: Sequence[Path], validation: bool, report: Report) -> list[tuple[Path, Any]]:
+def _readable(setup: Any, files: Sequence[Rows], validation: bool, report: Report) -> list[tuple[Rows, Any]]:
     """The opened files without an error of their own; the rows of the others cannot be read as training would."""
     from data_prep.check_schema import differences, open_parquet, schema_findings
 
     columns = setup.columns(validation)
-    opened: list[tuple[Path, Any]] = []
+    opened: list[tuple[Rows, Any]] = []
     for path in files:
         file, found = open_parquet(path)
         if file is not None:
@@ -181,7 +186,7 @@ def _readable(setup: Any, files: Sequence[Path], validation: bool, report: Repor
 
 
 def _checked_rows(
-    setup: Any, path: Path, file: Any, validation: bool, limit: int | None, report: Report
+    setup: Any, path: Rows, file: Any, validation: bool, limit: int | None, report: Report
 ) -> Iterator[tuple[int, Mapping[str, Any], Any]]:
     """Row number, row and what is known of it; a few rows at a time are in memory and being decoded."""
     from data_prep.check_rows import Checked, RowChecker

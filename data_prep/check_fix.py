@@ -9,27 +9,28 @@ from typing import Any
 
 from data_prep.faults import Report
 from data_prep.rows import REJECTS, DataError, write_rejects
+from data_prep.sources import Address, parquet_file
 
 BATCH = 32
 
 
-def check_target(folder: Path, files: Sequence[Path]) -> None:
+def check_target(folder: Path, files: Sequence[Path | Address]) -> None:
     """Refuse a folder in which a copy would take the place of a source or of another copy.
 
     Raises:
         DataError: Such a folder.
     """
-    names: dict[str, Path] = {}
+    names: dict[str, Path | Address] = {}
     for file in files:
         target = folder / file.name
-        if target.resolve() == file.resolve() or target.exists() and target.samefile(file):
+        if isinstance(file, Path) and (target.resolve() == file.resolve() or target.exists() and target.samefile(file)):
             raise DataError(f"--fix {folder}: {file} lies there itself; name another folder")
         if file.name in names and file.resolve() != names[file.name].resolve():
             raise DataError(f"--fix {folder}: {file} and {names[file.name]} have the same name; check them one by one")
         names[file.name] = file
 
 
-def write_clean(folder: Path, files: Sequence[Path], report: Report) -> list[str]:
+def write_clean(folder: Path, files: Sequence[Path | Address], report: Report) -> list[str]:
     """Copy every readable file without its bad rows; the schema, its metadata and all values stay as they are.
 
     Args:
@@ -56,7 +57,7 @@ def write_clean(folder: Path, files: Sequence[Path], report: Report) -> list[str
     return [*said, f"wrote {count} rejected rows with their reasons to {folder / REJECTS}"]
 
 
-def _copy(source: Path, target: Path, bad: Collection[int]) -> int:
+def _copy(source: Path | Address, target: Path, bad: Collection[int]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -64,7 +65,7 @@ def _copy(source: Path, target: Path, bad: Collection[int]) -> int:
     start = kept = 0
     try:
         with (
-            pq.ParquetFile(source, pre_buffer=False) as file,
+            parquet_file(source) as file,
             pq.ParquetWriter(unfinished, file.schema_arrow) as writer,
         ):
             for batch in file.iter_batches(BATCH):

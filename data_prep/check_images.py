@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from data_prep.faults import Finding
+from data_prep.looks import look
 from data_prep.rows import show
 from opd_recipes.images import MAX_ENCODED_BYTES, ImageRoot, decode
 from opd_recipes.views import ViewError
@@ -50,12 +51,14 @@ class Seen:
         stored: The same before its EXIF orientation is applied.
         bytes_digest: Of the encoded bytes.
         pixels_digest: Of the upright RGB pixels, so that it survives another lossless encoding.
+        look: Of the same; nearly the same in a lossy encoding or another size (:mod:`data_prep.looks`).
     """
 
     size: tuple[int, int]
     stored: tuple[int, int]
     bytes_digest: bytes
     pixels_digest: bytes
+    look: bytes = b""
 
 
 def inspect_image(source: Any, name: str, root: ImageRoot) -> tuple[Seen | None, list[Finding]]:
@@ -154,7 +157,7 @@ def _pixels(data: bytes, name: str, stored: tuple[int, int], found: list[Finding
     digest = hashlib.blake2b(repr(upright.size).encode(), digest_size=16)
     digest.update(upright.tobytes())
     encoded = hashlib.blake2b(data, digest_size=16).digest()
-    return Seen(upright.size, stored, encoded, digest.digest()), found
+    return Seen(upright.size, stored, encoded, digest.digest(), look(upright)), found
 
 
 def _of_values(data: bytes, name: str) -> list[Finding]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.configuration import ColumnNames
 from data_prep.faults import Finding
-from data_prep.rows import show
+from data_prep.rows import DataError, show
+from data_prep.sources import Address, parquet_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,10 +34,9 @@ class Columns(ColumnNames):
         return [self.prompt, self.images, "data_source", *(name for name, needed in optional if needed)]
 
 
-def open_parquet(path: Path) -> tuple[Any, list[Finding]]:
+def open_parquet(path: Path | Address) -> tuple[Any, list[Finding]]:
     """The opened file, or why it is none."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if path.suffix != ".parquet":
         reason = (
@@ -44,11 +44,11 @@ def open_parquet(path: Path) -> tuple[Any, list[Finding]]:
         )
         return None, [Finding("unreadable_file", reason)]
     try:
-        file = pq.ParquetFile(path, pre_buffer=False)
+        file = parquet_file(path)
         if file.metadata.num_rows == 0:
             return None, [Finding("no_rows", "the file has no rows")]
         return file, []
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, DataError, pa.ArrowException) as error:
         return None, [Finding("unreadable_file", f"it cannot be read as parquet: {error}")]
 
 

@@ -9,22 +9,25 @@ from typing import Any
 from data_prep.check_boxes import BoxStatistics
 from data_prep.check_rows import Checked
 from data_prep.faults import Finding
+from data_prep.looks import BITS, Looks
 
 Place = tuple[str, int]
 
 
 class ValidationImages:
-    """Digests of the validation rows' images: 32 bytes and a place for each."""
+    """Digests and looks of the validation rows' images: less than 1 KB and a place for each."""
 
     def __init__(self) -> None:
         self._bytes: dict[bytes, Place] = {}
         self._pixels: dict[bytes, Place] = {}
+        self._looks: Looks[Place] = Looks()
 
     def add(self, place: Place, checked: Checked) -> None:
         for image in checked.images:
             if image is not None:
                 self._bytes.setdefault(image.bytes_digest, place)
                 self._pixels.setdefault(image.pixels_digest, place)
+                self._looks.add(image.look, place)
 
     def findings(self, checked: Checked) -> list[Finding]:
         """The first image of a training row that is a validation image, too."""
@@ -35,6 +38,10 @@ class ValidationImages:
                 return [Finding("leak_bytes", f"image {number} is the file of {_said(place)}")]
             if place := self._pixels.get(image.pixels_digest):
                 return [Finding("leak_pixels", f"image {number} has the pixels of {_said(place)}, encoded anew")]
+            if near := min(self._looks.near(image.look), default=None):
+                bits, place = near
+                reason = f"image {number} looks like that of {_said(place)} ({bits} of {BITS} bits differ)"
+                return [Finding("leak_similar", reason)]
         return []
 
 

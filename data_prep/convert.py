@@ -19,6 +19,7 @@ from data_prep.images import Facts, SourceRoot, loaded
 from data_prep.layouts import Layout, Pair
 from data_prep.rows import REJECTS, DataError, RowFault, RowWriter, answer_field, collect, schema, write_rejects
 from data_prep.seen import DecodedImages
+from data_prep.shards import in_shards
 from data_prep.sources import Located, Place, Source
 from data_prep.split import all_or_nothing
 
@@ -48,6 +49,7 @@ class Checked:
     place: Place
     reasons: tuple[str, ...] = ()
     images: tuple[bytes, ...] = ()
+    looks: tuple[bytes, ...] = ()
     has_answer: bool = False
     later_turns: int = 0
     fingerprint: bytes = b""
@@ -67,6 +69,7 @@ class Job:
         boxes: The column that ``boxes`` adds.
         data_source: Of all rows, whatever they say of themselves.
         decoded: Images that need not be decoded again.
+        ray: Address of the cluster that checks rows; None: threads of this process.
     """
 
     source: Source
@@ -77,6 +80,7 @@ class Job:
     boxes: BoxColumn | None = None
     data_source: str | None = None
     decoded: DecodedImages = field(default_factory=DecodedImages)
+    ray: str | None = None
 
     def check(self, located: Located) -> Checked:
         """Everything that can be wrong with one row."""
@@ -88,8 +92,9 @@ class Job:
             note = self.boxes.note(record, facts[-1]) if self.boxes and isinstance(record, dict) else None
         except RowFault as fault:
             return Checked(place, fault.reasons)
-        digests = tuple(fact.digest for fact in facts)
-        return Checked(place, (), digests, pair.answer is not None, pair.later_turns, fingerprint(pair, images), note)
+        digests, looks = tuple(fact.digest for fact in facts), tuple(fact.look for fact in facts)
+        answered = pair.answer is not None
+        return Checked(place, (), digests, looks, answered, pair.later_turns, fingerprint(pair, images), note)
 
     def load(self, record: dict[str, Any] | RowFault) -> tuple[Pair, list[dict[str, Any]]]:
         """One record's pair, and its encoded images.
@@ -130,7 +135,20 @@ def check_source(job: Job) -> list[Checked]:
     """The first pass: every row, every image."""
     total = job.source.total
     expected = total if total is None or job.limit is None else min(total, job.limit)
-    return list(in_threads(job.source.records(job.limit), job.check, "checking rows", expected))
+    if job.ray is None:
+        return list(in_threads(job.source.records(job.limit), job.check, "checking rows", expected))
+    checked: list[Checked] = []
+    needed = [*job.source.files, str(job.root.root)]
+    for rows, records in in_shards(job.ray, job, check_shard, "checking rows", expected, needed):
+        job.decoded.remember(records)
+        checked += rows
+    return checked
+
+
+def check_shard(job: Job, start: int, count: int) -> tuple[list[Checked], list[bytes]]:
+    """Some rows, and what was found out about images."""
+    end = start + count if job.limit is None else min(start + count, job.limit)
+    return [job.check(located) for located in job.source.records(end, start)], job.decoded.records()
 
 
 def settle(job: Job, checked: list[Checked]) -> tuple[list[Checked], list[str]]:

@@ -105,6 +105,7 @@ _WARNINGS = {
     "views_alike": "check the views: teacher and student see nearly the same, so there is nothing to distil",
     "answer_number": "write reward_model.ground_truth as text, so that it is compared as it is meant",
     "answer_too_long": "raise data.max_response_length: no response could be as long as the answer",
+    "leak_similar": "look at both: if it is one picture, scaled or encoded with loss, remove the row from one of the sets",
     "duplicate_id": "give each row its own id",
     "duplicate_row": "remove one of the two",
     "data_source_variants": "use one spelling: accuracy is reported by data_source",

@@ -17,6 +17,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
+from data_prep.looks import look
 from data_prep.rows import DataError, RowFault, image_field, show
 from opd_recipes.images import MAX_ENCODED_BYTES, decode
 from opd_recipes.view_steps import ViewError
@@ -36,11 +37,13 @@ class Facts:
         size: Width and height in pixels as stored, before the EXIF orientation is applied.
         orientation: The EXIF orientation, 1 to 8.
         digest: Of the pixels that training sees: the same for the same picture in another lossless encoding.
+        look: Nearly the same for the same picture in a lossy encoding or another size (:mod:`data_prep.looks`).
     """
 
     size: tuple[int, int]
     orientation: int
     digest: bytes
+    look: bytes = b""
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -109,7 +112,7 @@ class SourceRoot:
         return read_inside(root, name, field) if not self.allow_outside else _read_file(root / name, name, field)
 
     def _read_remote(self, name: str, field: str) -> bytes:
-        _refuse_leaving(name, field)
+        check_inside(name, field)
         try:  # the file system of the root reads a path, so a row cannot name another address
             data = self._remote.cat_file(f"{self._prefix.rstrip('/')}/{name}")
         except FileNotFoundError as error:
@@ -125,7 +128,7 @@ def read_inside(root: Path, name: str, field: str) -> bytes:
     Raises:
         RowFault: The path leaves the folder, or there is no file that can be read.
     """
-    _refuse_leaving(name, field)
+    check_inside(name, field)
     try:
         inside = (root / name).resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that is none
@@ -138,7 +141,12 @@ def read_inside(root: Path, name: str, field: str) -> bytes:
     return _read_file(root / name, name, field)
 
 
-def _refuse_leaving(name: str, field: str) -> None:
+def check_inside(name: str, field: str) -> None:
+    """Refuse a path that leaves its folder by what it says; links are looked at when it is opened.
+
+    Raises:
+        RowFault: It does.
+    """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise RowFault(f"'{field}' names {name!r}, which leaves the source folder; use a path inside it, without '..'")
@@ -185,7 +193,8 @@ def check_decodes(data: bytes, field: str, name: str | None) -> Facts:
         with Image.open(io.BytesIO(data), formats=_formats()) as image:
             size, orientation = image.size, int(image.getexif().get(ORIENTATION, 1))
         # What training does with it, so that it cannot fail there.
-        return Facts(size, orientation if 1 <= orientation <= 8 else 1, _digest(decode({"bytes": data})))
+        upright = decode({"bytes": data})
+        return Facts(size, orientation if 1 <= orientation <= 8 else 1, _digest(upright), look(upright))
     except UnidentifiedImageError as error:
         pointer = data.startswith(b"version https://git-lfs")
         hint = "fetch it with git lfs pull" if pointer else "download it again, or convert it to PNG or JPEG"

@@ -289,7 +289,10 @@ def _heads(names: Iterable[str]) -> str:
 
 
 def _table(caption: str, head: str, lines: str) -> str:
-    return f"<table><caption>{text(caption)}</caption>{head}<tbody>\n{lines}\n</tbody></table>"
+    named = text(caption)
+    table = f"<table><caption>{named}</caption>{head}<tbody>\n{lines}\n</tbody></table>"
+    # Wider than a narrow window, it scrolls by itself; the keyboard can do that only where it can go.
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{named}">{table}</div>'
 
 
 def _style() -> str:
@@ -306,14 +309,17 @@ font:1rem/1.5 system-ui,sans-serif;overflow-wrap:anywhere}}
 h1{{font-size:1.5rem}} h2{{font-size:1.2rem;margin:0 0 .5rem}}
 a{{color:var(--link)}}
 nav ul{{display:flex;flex-wrap:wrap;gap:.25rem 1rem;padding:0;list-style:none}}
-table{{border-collapse:collapse;margin:.75rem 0}}
+.scroll{{overflow-x:auto;margin:.75rem 0}}
+:focus-visible{{outline:3px solid var(--link);outline-offset:2px}}
+table{{border-collapse:collapse}}
 caption{{text-align:start;font-weight:600;padding:.25rem 0}}
 th,td{{border:1px solid var(--line);padding:.25rem .6rem;text-align:start;vertical-align:top;white-space:pre-wrap}}
+th,td{{overflow-wrap:break-word}} header td{{overflow-wrap:anywhere;min-width:3.5rem}}
 th{{background:var(--panel)}}
 article{{border-block-start:2px solid var(--line);padding-block:1rem}}
 dl{{display:grid;grid-template-columns:minmax(6rem,max-content) 1fr;gap:.25rem 1rem;margin:0}}
 dt{{color:var(--soft)}} dd{{margin:0;white-space:pre-wrap}}
-.figures{{display:flex;flex-wrap:wrap;gap:1rem;margin-block:.75rem}}
+.figures{{display:flex;flex-wrap:wrap;gap:1rem;margin-block:.75rem;align-items:flex-start}}
 figure{{margin:0;padding:.5rem;background:var(--panel);max-width:100%}}
 figcaption{{color:var(--soft);font-size:.9rem}}
 img{{display:block;max-width:{SIDE}px;height:auto;margin-block-end:.25rem;image-rendering:auto}}
@@ -322,5 +328,6 @@ img{{display:block;max-width:{SIDE}px;height:auto;margin-block-end:.25rem;image-
 .error{{background:var(--error-panel);color:var(--error)}}
 .warning{{background:var(--warning-panel);color:var(--warning)}}
 .missing{{max-width:{SIDE}px}}
+@media (max-width:40rem){{th,td{{padding:.2rem .35rem;font-size:.92rem}}}}
 @media print{{nav{{display:none}} body{{max-width:none;padding:0}} figure,tr,h2{{break-inside:avoid}} h2{{break-after:avoid}}}}
 """

@@ -19,7 +19,7 @@ from data_prep.layouts import LAYOUTS, Fields, Layout, detect
 from data_prep.rows import REJECTS, DataError, RowFault, describe_faults
 from data_prep.seen import DecodedImages
 from data_prep.sources import Source, open_source
-from data_prep.split import add_split_arguments, choose_val, notes_on_earlier_runs
+from data_prep.split import add_ray_argument, add_split_arguments, draw_val, notes_on_earlier_runs
 
 #: So many records decide the layout.
 SAMPLE = 100
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-source", type=_name, help="name in the data_source column (default: the source's)")
     parser.add_argument("--need-answer", action="store_true", help="a row without an answer cannot be used (for OPSD)")
     add_split_arguments(parser)
+    add_ray_argument(parser)
 
 
 def _name(text: str) -> str:
@@ -87,7 +88,7 @@ def convert(args: argparse.Namespace, command: str, boxes: BoxColumn | None) -> 
     with DecodedImages(args.out / seen.NAME) as decoded:
         if len(decoded):
             print(f"going on: {len(decoded)} images were decoded by an earlier run, and are not again")
-        job = Job(source, layout, root, args.need_answer, args.limit, boxes, args.data_source, decoded)
+        job = Job(source, layout, root, args.need_answer, args.limit, boxes, args.data_source, decoded, args.ray)
         lines = convert_checked(job, args, command)
         decoded.forget()
     return "\n".join(lines)
@@ -101,7 +102,9 @@ def convert_checked(job: Job, args: argparse.Namespace, command: str) -> list[st
         raise DataError("\n".join([describe_faults(bad, len(checked), args.skip_bad), *notes]))
     good = [position for position, row in enumerate(checked) if not row.reasons]
     answered = [checked[position].has_answer for position in good]
-    drawn = choose_val([checked[position].images for position in good], answered, args.val_fraction, args.seed)
+    images, looks = ([getattr(checked[position], name) for position in good] for name in ("images", "looks"))
+    drawn, more = draw_val(args, images, looks, answered)
+    notes += more
     counts = write(job, args.out, checked, {good[i] for i in drawn}, bad, _name_of(args.source))
     later = sum(row.later_turns > 0 for row in checked)
     notes += [f"conversations that go on behind the answer: {later}; that part was left out"] if later else []

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tqdm import tqdm
 
 from data_prep.configuration import ColumnNames, compose_config
-from data_prep.rows import PLACEHOLDER, ROWS_PER_GROUP, DataError
+from data_prep.convert import in_threads
+from data_prep.rows import (
+    PLACEHOLDER,
+    ROWS_PER_GROUP,
+    DataError,
+    RowFault,
+    RowWriter,
+    describe_faults,
+    read_rows,
+    write_rejects,
+)
+from data_prep.shards import in_shards
+from data_prep.sources import Place
+from data_prep.split import add_ray_argument
 from opd_recipes.images import ImageRoot, RowImages
 from opd_recipes.registry import RecipeError
 from opd_recipes.views import View, ViewError
-
-FAULTS_SHOWN = 20
-
-
-class RenderError(ValueError):
-    """The file cannot be rendered. The message names it, what is wrong and what to do; nothing was written."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,47 @@ class Counts:
     skipped: int
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is drawn. Small, so that it travels.
+
+    Attributes:
+        sources: Parquet files, one after the other.
+        view: Drawn of each row.
+        columns: What the files call their columns.
+        tag: Appended to ``data_source``.
+    """
+
+    sources: tuple[Path, ...]
+    view: View
+    columns: Columns
+    tag: str | None = None
+
+    def rows(self, start: int = 0) -> Iterator[tuple[Place, dict[str, Any]]]:
+        """The rows of all files from one on, counted over all of them."""
+        import pyarrow.parquet as pq
+
+        for source in self.sources:
+            count = pq.read_metadata(source).num_rows
+            if start < count:
+                for number, row in read_rows(source, start=start):
+                    yield Place(str(source), number), row
+            start = max(0, start - count)
+
+    def draw(self, located: tuple[Place, dict[str, Any]]) -> dict[str, Any] | tuple[Place, str]:
+        """The drawn row, or why there is none."""
+        place, row = located
+        try:
+            return draw_row(row, place, self)
+        except (RowFault, ViewError) as fault:
+            return place, str(fault)
+
+
+def draw_shard(job: Job, start: int, count: int) -> tuple[list[Any], None]:
+    """Some rows, on another machine."""
+    return [job.draw(located) for located in islice(job.rows(start), count)], None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, action="append", required=True, help="parquet file with the recipe's rows; may be repeated"
@@ -57,19 +102,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tag", help="append @TAG to data_source, so that validation reports this file's accuracy by that name"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be used, and count them")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out rows that cannot be used, and list them beside OUT"
+    )
+    add_ray_argument(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
 
 
 def run(args: argparse.Namespace) -> None:
     try:
         view, columns = configured_view(args.config_name, args.overlay, args.overrides, args.view)
-        counts = render(args.data, args.out, view, columns, tag=args.tag, skip_bad=args.skip_bad)
-    except (DataError, RecipeError, RenderError) as error:
+        counts = render(Job(tuple(args.data), view, columns, args.tag), args.out, skip_bad=args.skip_bad, ray=args.ray)
+    except (DataError, RecipeError) as error:
         sys.exit(f"data_prep: {error}")
     except OSError as error:
         sys.exit(f"data_prep: {error}; nothing was written to {args.out}")
-    left_out = f", {counts.skipped} left out" if counts.skipped else ""
+    left_out = f", {counts.skipped} left out ({rejects_of(args.out)})" if counts.skipped else ""
     print(f"wrote {counts.rows} rows{left_out} ({args.out.stat().st_size / 1e6:.1f} MB) to {args.out}")
 
 
@@ -101,46 +149,51 @@ def configured_view(
     )
 
 
-def render(
-    sources: Sequence[Path],
-    out: Path,
-    view: View,
-    columns: Columns | None = None,
-    *,
-    tag: str | None = None,
-    skip_bad: bool = False,
-) -> Counts:
-    """Draw every row of ``sources`` and write them to ``out``, which appears when all of it is written.
+def render(job: Job, out: Path, *, skip_bad: bool = False, ray: str | None = None) -> Counts:
+    """Draw every row and write them to ``out``, which appears when all of it is written.
+
+    Args:
+        job: What is drawn.
+        out: The parquet file; with ``skip_bad``, rows that are left out are listed in a file beside it (:func:`rejects_of`).
+        skip_bad: Leave out rows that cannot be used.
+        ray: Address of the cluster that draws; None: threads of this process.
 
     Raises:
-        RenderError: A file is no parquet file with the needed columns, rows cannot be used, or none is left.
+        DataError: A file is no parquet file with the needed columns, rows cannot be used, or none is left. Nothing is
+            written.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = columns or Columns()
-    total = sum(_row_count(source, view, columns) for source in sources)
-    schema = _schema(pq.read_schema(sources[0]))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    faults: list[str] = []
-    written = 0
-    try:
-        with pq.ParquetWriter(unfinished, schema) as writer:
-            roots = {source: ImageRoot.of(source, columns.image_root) for source in sources}
-            draw = partial(draw_row, view=view, columns=columns, tag=tag)
-            for rows in _drawn(sources, total, lambda row, number, source: draw(row, number, root=roots[source])):
-                good = [row for row in rows if isinstance(row, dict)]
-                faults += [row for row in rows if isinstance(row, str)]
-                written += len(good)
-                if good and (skip_bad or not faults):
-                    writer.write_table(pa.Table.from_pylist(good, schema=schema))
-        if (faults and not skip_bad) or not written:
-            raise RenderError(_describe(faults, total, skip_bad))
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return Counts(written, len(faults))
+    total = sum(_row_count(source, job.view, job.columns) for source in job.sources)
+    rejects: list[dict[str, Any]] = []
+    with RowWriter(out, _schema(pq.read_schema(job.sources[0]))) as writer:
+        for row in _drawn(job, total, ray):
+            if isinstance(row, tuple):
+                rejects.append(row[0].reject([row[1]]))
+            elif skip_bad or not rejects:
+                writer.add(row)
+        if rejects and not (skip_bad and writer.count):
+            raise DataError(describe_faults(rejects, total, skip_bad))
+        if not total:
+            raise DataError("there are no rows; nothing was written")
+        if rejects:
+            write_rejects(rejects_of(out), rejects)
+    return Counts(writer.count, len(rejects))
+
+
+def rejects_of(out: Path) -> Path:
+    """Where the rows are listed that ``out`` lacks."""
+    return out.with_suffix(".rejects.jsonl")
+
+
+def _drawn(job: Job, total: int, ray: str | None) -> Iterator[dict[str, Any] | tuple[Place, str]]:
+    """Each row, drawn, or why there is none, in order."""
+    if ray is None:
+        yield from in_threads(job.rows(), job.draw, "drawing rows", total)
+        return
+    needed = [str(source) for source in job.sources]
+    for rows, _ in in_shards(ray, job, draw_shard, "drawing rows", total, needed, ROWS_PER_GROUP):
+        yield from rows
 
 
 def _row_count(source: Path, view: View, columns: Columns) -> int:
@@ -151,70 +204,46 @@ def _row_count(source: Path, view: View, columns: Columns) -> int:
     try:
         file = pq.ParquetFile(source)
     except (OSError, pa.ArrowInvalid) as error:
-        raise RenderError(f"{source} cannot be read as parquet: {error}; nothing was written") from error
+        raise DataError(f"{source} cannot be read as parquet: {error}; nothing was written") from error
     needed = [columns.prompt, columns.images, "data_source", "reward_model"]
     needed += [columns.box] if view.needs_box else []
     needed += [columns.evidence] if view.provided else []
     known = file.schema_arrow.names
     missing = [name for name in needed if name not in known]
     if missing:
-        raise RenderError(
+        raise DataError(
             f"{source}: column {', '.join(missing)} is missing; it has {', '.join(known)}. Nothing was written"
         )
     return file.metadata.num_rows
 
 
-def _drawn(sources: Sequence[Path], total: int, draw: Callable[[dict, int, Path], dict]) -> Iterator[list[dict | str]]:
-    """Row groups of drawn rows; in the place of a row that cannot be used stands the reason, with file and row."""
-    import pyarrow.parquet as pq
-
-    def attempt(source: Path, number: int, row: dict) -> dict | str:
-        try:
-            return draw(row, number, source)
-        except ViewError as error:
-            return f"{source}, row {number}: {error}"
-
-    with (
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # decoding, resizing and PNG release the GIL
-        tqdm(total=total, desc="drawing rows", unit="row", mininterval=1) as progress,
-    ):
-        for source in sources:
-            start = 0
-            for batch in pq.ParquetFile(source).iter_batches(ROWS_PER_GROUP):
-                rows = batch.to_pylist()
-                yield list(pool.map(partial(attempt, source), range(start, start + len(rows)), rows))
-                start += len(rows)
-                progress.update(len(rows))
-
-
-def draw_row(
-    row: dict[str, Any], number: int, *, view: View, columns: Columns, root: ImageRoot, tag: str | None = None
-) -> dict[str, Any]:
+def draw_row(row: dict[str, Any], place: Place, job: Job) -> dict[str, Any]:
     """One row with its view drawn, in the columns of :func:`_schema`.
 
     Raises:
-        ViewError: It has no answer, images and placeholders differ in number, or the view cannot be drawn from it.
+        RowFault: It has no answer, or images and placeholders differ in number.
+        ViewError: The view cannot be drawn from it.
     """
+    columns = job.columns
     answer = (row["reward_model"] or {}).get("ground_truth")
     if answer is None or not str(answer).strip():
-        raise ViewError("no reward_model.ground_truth: without an answer there is nothing to reward, imitate or score")
+        raise RowFault("no reward_model.ground_truth: without an answer there is nothing to reward, imitate or score")
     prompt, images = row[columns.prompt] or [], row[columns.images] or []
     if not all(isinstance(turn["content"], str) for turn in prompt):
-        raise ViewError(
-            f"'{columns.prompt}' has structured content; write it as text with {PLACEHOLDER} for each image"
-        )
+        raise RowFault(f"'{columns.prompt}' has structured content; write it as text with {PLACEHOLDER} for each image")
     placeholders = sum(turn["content"].count(PLACEHOLDER) for turn in prompt)
     if not images or placeholders != len(images):
-        raise ViewError(f"{placeholders} {PLACEHOLDER} in the prompt for {len(images)} images in '{columns.images}'")
+        raise RowFault(f"{placeholders} {PLACEHOLDER} in the prompt for {len(images)} images in '{columns.images}'")
+    root = ImageRoot.of(place.file, columns.image_root)
     source = RowImages(images=images, box=row.get(columns.box), evidence=row.get(columns.evidence) or [], root=root)
     turns = [{"role": turn["role"], "content": turn["content"]} for turn in prompt]
     return {
-        "data_source": row["data_source"] + (f"@{tag}" if tag else ""),
+        "data_source": row["data_source"] + (f"@{job.tag}" if job.tag else ""),
         "prompt": turns,
         "messages": [*turns, {"role": "assistant", "content": str(answer)}],
-        "images": [{"bytes": _png(image), "path": None} for image in source.render(view)],
+        "images": [{"bytes": _png(image), "path": None} for image in source.render(job.view)],
         "reward_model": row["reward_model"],
-        "extra_info": row.get("extra_info") or {"index": number},
+        "extra_info": row.get("extra_info") or {"index": place.number},
     }
 
 
@@ -244,13 +273,3 @@ def _schema(source):
             "extra_info": passed_on,
         }
     )
-
-
-def _describe(faults: list[str], total: int, skip_bad: bool) -> str:
-    if not faults:
-        return "there are no rows; nothing was written"
-    listed = [f"  {fault}" for fault in faults[:FAULTS_SHOWN]]
-    if len(faults) > FAULTS_SHOWN:
-        listed.append(f"  ... and {len(faults) - FAULTS_SHOWN} more")
-    remedy = "No row is left" if skip_bad else "Mend or remove these rows, or leave them out with --skip-bad"
-    return "\n".join([f"{len(faults)} of {total} rows cannot be used:", *listed, f"{remedy}. Nothing was written"])

@@ -106,8 +106,8 @@ def schema(with_bbox: bool = False, with_evidence: bool = False) -> pa.Schema:
     return pa.schema(columns)
 
 
-def image_field(data: bytes, name: str | None) -> dict[str, Any]:
-    """One entry of ``images``: the encoded bytes, and the name that the source knows them by (never opened)."""
+def image_field(data: bytes | None, name: str | None) -> dict[str, Any]:
+    """One entry of ``images``: the encoded bytes, and the name that the source knows them by; opened only without bytes."""
     return {"bytes": data, "path": name}
 
 
@@ -170,7 +170,7 @@ class RowWriter:
                 f"{self.path}, row {self.count}: it has the columns {', '.join(sorted(row))}; "
                 f"needed are {', '.join(sorted(self._schema.names))}"
             )
-        size = sum(len(entry["bytes"]) for key in ("images", "bbox_images") for entry in row.get(key) or [])
+        size = sum(len(entry["bytes"] or b"") for key in ("images", "bbox_images") for entry in row.get(key) or [])
         if self._bytes + size > BYTES_PER_GROUP:
             self._flush()
         self._rows.append(dict(row))
@@ -196,7 +196,7 @@ class RowWriter:
 
 
 def read_rows(
-    path: Any, columns: Sequence[str] | None = None, name: str | None = None
+    path: Any, columns: Sequence[str] | None = None, name: str | None = None, start: int = 0
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Row numbers (from 0) and rows of a parquet file, a few at a time.
 
@@ -204,6 +204,7 @@ def read_rows(
         path: The file, or an open one.
         columns: Only these; all without it.
         name: What messages call an open file.
+        start: The first row; whole row groups before it are not read.
 
     Raises:
         DataError: It cannot be read as parquet, or lacks a column.
@@ -219,9 +220,15 @@ def read_rows(
                 raise DataError(
                     f"{name}: column {', '.join(sorted(missing))} is missing; it has {', '.join(file.schema_arrow.names)}"
                 )
-            number = 0
-            for batch in file.iter_batches(ROWS_PER_GROUP, columns=columns):
-                for row in batch.to_pylist():
+            number, group = 0, 0
+            while group < file.num_row_groups and number + file.metadata.row_group(group).num_rows <= start:
+                number += file.metadata.row_group(group).num_rows
+                group += 1
+            groups = list(range(group, file.num_row_groups))
+            for batch in file.iter_batches(ROWS_PER_GROUP, row_groups=groups, columns=columns):
+                passed = min(batch.num_rows, max(0, start - number))
+                number += passed
+                for row in batch.slice(passed).to_pylist():
                     yield number, row
                     number += 1
     except (OSError, pa.ArrowException) as error:

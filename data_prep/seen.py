@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from data_prep.images import Facts, check_decodes
 
 #: In the output folder, until a run ends well. A change of what is checked needs another number.
-NAME = ".decoded-images-1"
-RECORD = struct.Struct("<16sIIB16s")  # hash of the file, width, height, orientation, digest of the pixels
+NAME = ".decoded-images-2"
+RECORD = struct.Struct("<16sIIB16s32s")  # hash of the file, width, height, orientation, digest of the pixels, look
 CHECKSUM = struct.Struct("<I")
 
 
@@ -25,10 +26,12 @@ class DecodedImages:
 
     Args:
         path: The file; None remembers for this run only.
+        base: What another one knew already: not in :meth:`records`.
     """
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path | None = None, base: Mapping[bytes, bytes] | None = None):
         self.path = path
+        self._base = base or {}
         self._known: dict[bytes, bytes] = {}
         self._file: BinaryIO | None = None
         self._lock = Lock()
@@ -46,6 +49,14 @@ class DecodedImages:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def records(self) -> list[bytes]:
+        """What was found out by this one, to be sent back."""
+        return [key + record for key, record in self._known.items()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process it goes as what it knows."""
+        return DecodedImages, (None, {**self._base, **self._known})
 
     def _load(self, path: Path) -> None:
         length = RECORD.size + CHECKSUM.size
@@ -67,17 +78,22 @@ class DecodedImages:
             RowFault: It does not decode.
         """
         key = hashlib.blake2b(data, digest_size=16).digest()
-        known = self._known.get(key)
+        known = self._known.get(key) or self._base.get(key)
         if known is None:
             found = check_decodes(data, field, name)
-            record = RECORD.pack(key, *found.size, found.orientation, found.digest)
-            with self._lock:
-                self._known[key] = record[16:]
-                if self._file is not None:
-                    self._file.write(record + CHECKSUM.pack(zlib.crc32(record)))
+            self.remember([RECORD.pack(key, *found.size, found.orientation, found.digest, found.look)])
             return found
-        _, width, height, orientation, digest = RECORD.unpack(key + known)
-        return Facts((width, height), orientation, digest)
+        _, width, height, orientation, digest, look = RECORD.unpack(key + known)
+        return Facts((width, height), orientation, digest, look if any(look) else b"")  # no look is 256 zeros
+
+    def remember(self, records: Iterable[bytes]) -> None:
+        """Add what was found out here, or on another machine: what :meth:`records` gave there."""
+        with self._lock:
+            for record in records:
+                if record[:16] not in self._known:
+                    self._known[record[:16]] = record[16:]
+                    if self._file is not None:
+                        self._file.write(record + CHECKSUM.pack(zlib.crc32(record)))
 
     def forget(self) -> None:
         """Remove the file: the run ended well."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from data_prep.rows import DataError, RowFault, parse_object, read_rows
@@ -54,6 +54,7 @@ class Source:
         folder: What relative image paths are relative to, unless the user names something else.
         read: Starts a new pass.
         total: Number of records, where it is known without a pass.
+        read_from: Starts a pass at a record, those before it unparsed; without it, they are read and dropped.
     """
 
     kind: str
@@ -61,10 +62,26 @@ class Source:
     folder: str
     read: Callable[[], Iterator[Located]]
     total: int | None = None
+    read_from: Callable[[int], Iterator[Located]] | None = None
 
-    def records(self, limit: int | None = None) -> Iterator[Located]:
-        """A new pass over the first ``limit`` records."""
-        return islice(self.read(), limit)
+    def records(self, limit: int | None = None, start: int = 0) -> Iterator[Located]:
+        """A new pass over the first ``limit`` records, from record ``start`` on."""
+        if self.read_from is None:
+            return islice(self.read(), start, limit)
+        return islice(self.read_from(start), None if limit is None else max(0, limit - start))
+
+
+@dataclass
+class Skip:
+    """Records that are still to be passed over."""
+
+    left: int = 0
+
+    def one(self) -> bool:
+        """Whether the next record is passed over."""
+        passed = self.left > 0
+        self.left -= passed
+        return passed
 
 
 def open_source(address: str | Path, split: str | None = None) -> Source:
@@ -103,12 +120,54 @@ def _of_files(files: tuple[str, ...], folder: str) -> Source:
     (kind,) = kinds
     reader = {"parquet": _parquet, "JSONL": _jsonl, "JSON array": _array}[kind]
 
-    def read() -> Iterator[Located]:
+    def read(start: int = 0) -> Iterator[Located]:
+        skip = Skip(start)
         for file in files:
-            yield from reader(file)
+            yield from reader(file, skip)
 
     total = sum(map(_parquet_rows, files)) if kind == "parquet" else None
-    return Source(kind, files, folder, read, total)
+    return Source(kind, files, folder, read, total, read)
+
+
+class Address(str):
+    """A file's remote address, with what a ``Path`` has."""
+
+    @property
+    def name(self) -> str:
+        return self.rsplit("/", 1)[-1]
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    def resolve(self) -> Address:
+        return self
+
+    def is_file(self) -> bool:
+        """Raises :class:`DataError` where it is of no kind that can be opened."""
+        import fsspec
+
+        try:
+            system, path = fsspec.core.url_to_fs(str(self))
+            return system.isfile(path)
+        except Exception as error:  # each file system has errors of its own
+            raise DataError(f"{self} cannot be opened: {error}") from error
+
+
+def file_or_address(name: str) -> Path | Address:
+    """What the user named."""
+    return Address(name) if "://" in name else Path(name).expanduser()
+
+
+def parquet_file(file: Path | Address) -> Any:
+    """An opened parquet file; close it.
+
+    Raises:
+        DataError, OSError, pyarrow.ArrowException: It cannot be opened, or is none.
+    """
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(open_binary(file) if isinstance(file, Address) else file, pre_buffer=False)
 
 
 def open_binary(name: str) -> BinaryIO:
@@ -153,9 +212,12 @@ def _parquet_rows(name: str) -> int:
         raise DataError(f"{name} cannot be read as parquet ({error}); is the download complete?") from error
 
 
-def _parquet(name: str) -> Iterator[Located]:
+def _parquet(name: str, skip: Skip) -> Iterator[Located]:
+    start, skip.left = skip.left, max(0, skip.left - (_parquet_rows(name) if skip.left else 0))
+    if skip.left:
+        return
     with open_binary(name) as file:
-        for number, row in read_rows(file if "://" in name else name, name=name):
+        for number, row in read_rows(file if "://" in name else name, name=name, start=start):
             yield Place(name, number), row
 
 
@@ -166,7 +228,7 @@ def _parsed(place: Place, record: bytes) -> Located:
         return place, fault
 
 
-def _jsonl(name: str) -> Iterator[Located]:
+def _jsonl(name: str, skip: Skip) -> Iterator[Located]:
     with open_binary(name) as file:
         number = 0
         while line := file.readline(MAX_RECORD + 1):
@@ -175,14 +237,15 @@ def _jsonl(name: str) -> Iterator[Located]:
                 raise DataError(
                     f"{name}, line {number}: it is longer than {MAX_RECORD >> 20} MB; keep images in files of their own"
                 )
-            if line.strip():
+            if line.strip() and not skip.one():
                 yield _parsed(Place(name, number, "line"), line.strip())
 
 
-def _array(name: str) -> Iterator[Located]:
+def _array(name: str, skip: Skip) -> Iterator[Located]:
     with open_binary(name) as file:
         for number, record in enumerate(split_array(file, name)):
-            yield _parsed(Place(name, number), record)
+            if not skip.one():
+                yield _parsed(Place(name, number), record)
 
 
 def split_array(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -246,12 +309,14 @@ def _saved_dataset(folder: Path, split: str | None) -> Source:
         split = split or next(iter(loaded))
         loaded, name = loaded[split], f"{folder}/{split}"
 
-    def read() -> Iterator[Located]:
-        number = 0
+    def read(start: int = 0) -> Iterator[Located]:
+        number = start
+        if start >= len(loaded):
+            return
         # As Arrow, images are still the bytes that were saved: nothing decodes or encodes them again.
-        for table in loaded.with_format("arrow").iter(ROWS_AT_ONCE):
+        for table in loaded.select(range(number, len(loaded))).with_format("arrow").iter(ROWS_AT_ONCE):
             for row in table.to_pylist():
                 yield Place(name, number), row
                 number += 1
 
-    return Source("saved dataset", (name,), str(folder), read, len(loaded))
+    return Source("saved dataset", (name,), str(folder), read, len(loaded), read)

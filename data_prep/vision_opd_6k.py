@@ -1,6 +1,7 @@
 """``python -m data_prep vision-opd-6k``: the published Vision-OPD-6K layout (arXiv 2605.18740) in verl's columns.
 
-The source is a folder with ``train.jsonl``, ``images/`` (boxed in red) and ``teacher_images/`` (the evidence crops).
+The source is a folder with ``train.jsonl``, ``images/`` (boxed in red) and ``teacher_images/`` (the evidence crops), as files
+or in the archives that they are published in.
 The first pass checks every row and decodes every image; only when that is done is anything written. Encoded images are
 copied as they are: a JPEG stays the same JPEG.
 """
@@ -8,12 +9,10 @@ copied as they are: a JPEG stays the same JPEG.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_prep.images import check_decodes, read_inside
+from data_prep.convert import in_threads
+from data_prep.images import Facts, check_decodes
 from data_prep.rows import (
     PLACEHOLDER,
     REJECTS,
@@ -40,7 +40,15 @@ from data_prep.rows import (
     show,
     write_rejects,
 )
-from data_prep.split import add_split_arguments, all_or_nothing, choose_val, notes_on_earlier_runs
+from data_prep.shards import in_shards
+from data_prep.split import (
+    add_ray_argument,
+    add_split_arguments,
+    all_or_nothing,
+    draw_val,
+    notes_on_earlier_runs,
+)
+from data_prep.unpacked import SourceImages
 
 NAME = "vision_opd_6k"
 
@@ -65,49 +73,72 @@ class Checked:
 
     line: int
     reasons: tuple[str, ...] = ()
-    image_digest: bytes = b""
+    image: Facts | None = None
     has_answer: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """The set and how much of it is used."""
+
+    images: SourceImages
+    jsonl: Path
+    limit: int | None = None
+    ray: str | None = None
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        return read_lines(self.jsonl, self.limit)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--source", type=Path, required=True, help="folder with train.jsonl, images/ and teacher_images/"
+        "--source",
+        type=Path,
+        required=True,
+        help="folder with train.jsonl, images/ and teacher_images/ (or images.tar, .tar.gz, .zip, also split)",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and val.parquet")
     add_split_arguments(parser)
+    add_ray_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     try:
-        convert(args.source, args.out, args.limit, args.val_fraction, args.seed, args.skip_bad)
+        convert(args)
     except DataError as error:
         sys.exit(f"data_prep: {error}")
     except OSError as error:
         sys.exit(f"data_prep: {error}; nothing was written to {args.out}")
 
 
-def convert(source: Path, out: Path, limit: int | None, val_fraction: float, seed: int, skip_bad: bool) -> None:
+def convert(args: argparse.Namespace) -> None:
     """Check the whole source, then write it.
 
     Raises:
-        DataError: Rows cannot be used and ``skip_bad`` is off, or no row is left. Nothing is written.
+        DataError: Rows cannot be used and ``--skip-bad`` is off, or no row is left. Nothing is written.
     """
+    source, out = args.source, args.out
     jsonl = source / "train.jsonl"
     if not jsonl.is_file():
         raise DataError(
             f"{jsonl}: no such file; --source must be the folder that has train.jsonl, images/ and teacher_images/"
         )
-    checked = check_source(source, jsonl, limit)
+    job = Job(SourceImages(source, out), jsonl, args.limit, args.ray)
+    for line in job.images.unpack(named_images(job)):
+        print(line)
+    checked = check_source(job)
     good = [row for row in checked if not row.reasons]
     bad = [{"file": str(jsonl), "line": row.line, "reasons": row.reasons} for row in checked if row.reasons]
-    if bad and not (skip_bad and good):
-        raise DataError(describe_faults(bad, len(checked), skip_bad))
+    if bad and not (args.skip_bad and good):
+        raise DataError(describe_faults(bad, len(checked), args.skip_bad))
     if not good:
         raise DataError(f"{jsonl}: it has no rows; is the download complete?")
-    drawn = choose_val([(row.image_digest,) for row in good], [row.has_answer for row in good], val_fraction, seed)
-    counts = write(source, jsonl, out, good, bad, {good[row].line for row in drawn})
+    digests, looks = ([(getattr(row.image, name),) for row in good] for name in ("digest", "look"))
+    drawn, notes = draw_val(args, digests, looks, [row.has_answer for row in good])
+    counts = write(job, out, good, bad, {good[row].line for row in drawn})
+    job.images.forget()
     unanswered = sum(not row.has_answer for row in good)
-    print(closing_lines(out, counts, len(bad), unanswered))
+    print("\n".join([*notes, closing_lines(out, counts, len(bad), unanswered)]))
 
 
 def read_lines(jsonl: Path, limit: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -190,44 +221,51 @@ def _image_name(entry: Any, field: str) -> str:
     return name
 
 
-def check_image(source: Path, field: str, name: str) -> bytes:
-    """The digest of an image that lies inside the source folder and decodes.
+def named_images(job: Job) -> Iterator[str]:
+    """The images of all rows that can be read."""
+    for _, line in job.lines():
+        with suppress(RowFault):
+            row = parse_row(line)
+            yield from (*row.images, *row.teacher_images)
+
+
+def check_image(images: SourceImages, field: str, name: str) -> Facts:
+    """What is known of an image that lies inside the source folder, or in its archives, and decodes.
 
     Raises:
         RowFault: The path leaves the folder, there is no file that can be read, or it cannot be decoded.
     """
-    return check_decodes(read_inside(source, name, field), field, name).digest
+    return check_decodes(images.read(name, field), field, name)
 
 
-def check_source(source: Path, jsonl: Path, limit: int | None) -> list[Checked]:
-    """Check every row and decode every image, some at a time."""
-    total = sum(1 for _ in read_lines(jsonl, limit))
-    lines = read_lines(jsonl, limit)
-    checked: list[Checked] = []
-    with (
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,  # decoding releases the GIL
-        tqdm(total=total, desc="checking rows", unit="row") as progress,
-    ):
-        while chunk := list(islice(lines, ROWS_PER_GROUP)):
-            for row in pool.map(lambda numbered: check_row(source, *numbered), chunk):
-                checked.append(row)
-                progress.update()
-    return checked
+def check_source(job: Job) -> list[Checked]:
+    """Check every row and decode every image."""
+    total = sum(1 for _ in job.lines())
+    if job.ray is None:
+        return list(in_threads(job.lines(), partial(_check_numbered, job.images), "checking rows", total))
+    needed = [str(job.jsonl), *([str(job.images.folder)] if job.images.folder.exists() else [])]
+    return [row for rows, _ in in_shards(job.ray, job, check_shard, "checking rows", total, needed) for row in rows]
 
 
-def check_row(source: Path, number: int, line: bytes) -> Checked:
+def check_shard(job: Job, start: int, count: int) -> tuple[list[Checked], None]:
+    return [_check_numbered(job.images, line) for line in islice(job.lines(), start, start + count)], None
+
+
+def _check_numbered(images: SourceImages, numbered: tuple[int, bytes]) -> Checked:
+    return check_row(images, *numbered)
+
+
+def check_row(images: SourceImages, number: int, line: bytes) -> Checked:
     try:
         row = parse_row(line)
         named = [*(("images", n) for n in row.images), *(("teacher_images", n) for n in row.teacher_images)]
-        image, *_ = collect(partial(check_image, source, field, name) for field, name in named)
+        image, *_ = collect(partial(check_image, images, field, name) for field, name in named)
     except RowFault as fault:
         return Checked(number, fault.reasons)
-    return Checked(number, image_digest=image, has_answer=row.answer is not None)
+    return Checked(number, image=image, has_answer=row.answer is not None)
 
 
-def write(
-    source: Path, jsonl: Path, out: Path, good: list[Checked], bad: list[dict[str, Any]], val_lines: set[int]
-) -> dict[str, int]:
+def write(job: Job, out: Path, good: list[Checked], bad: list[dict[str, Any]], val_lines: set[int]) -> dict[str, int]:
     """Write all files under temporary names, then rename them; return the rows of each split."""
     kept = {row.line for row in good}
     with all_or_nothing(out, NAME) as temporary:
@@ -235,12 +273,12 @@ def write(
             splits = {"train": stack.enter_context(SplitWriter(temporary, "train"))}
             if val_lines:
                 splits["val"] = stack.enter_context(SplitWriter(temporary, "val"))
-            for number, line in tqdm(_only(read_lines(jsonl), kept), total=len(kept), desc="writing rows", unit="row"):
+            for number, line in tqdm(_only(job.lines(), kept), total=len(kept), desc="writing rows", unit="row"):
                 split = splits["val" if number in val_lines else "train"]
                 try:
-                    split.add(make_row(source, parse_row(line), split.name, split.count))
+                    split.add(make_row(job.images, parse_row(line), split.name, split.count))
                 except RowFault as fault:
-                    raise DataError(f"{jsonl}, line {number} changed meanwhile ({fault}); run again") from fault
+                    raise DataError(f"{job.jsonl}, line {number} changed meanwhile ({fault}); run again") from fault
         if bad:
             write_rejects(temporary / REJECTS, bad)
     return {name: split.count for name, split in splits.items()}
@@ -263,13 +301,13 @@ class SplitWriter(RowWriter):
         self.name = split
 
 
-def make_row(source: Path, row: SourceRow, split: str, index: int) -> dict[str, Any]:
+def make_row(source: SourceImages, row: SourceRow, split: str, index: int) -> dict[str, Any]:
     """One row in verl's columns; ``index`` counts within the split."""
     return {
         "data_source": NAME,
         "prompt": [{"role": "user", "content": row.content}],
-        "images": [image_field(read_inside(source, name, "images"), name) for name in row.images],
-        "bbox_images": [image_field(read_inside(source, name, "teacher_images"), name) for name in row.teacher_images],
+        "images": [image_field(source.read(name, "images"), name) for name in row.images],
+        "bbox_images": [image_field(source.read(name, "teacher_images"), name) for name in row.teacher_images],
         "ability": "vqa",
         "reward_model": answer_field(row.answer),
         "extra_info": {"split": split, "index": index, "question": row.question, "answer": row.answer},

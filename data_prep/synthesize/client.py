@@ -74,6 +74,7 @@ class Server:
         retry: When to try again.
         key_variable: Environment variable that holds the key; None for a server that needs none.
         extra: Further fields of each request, e.g. ``{"chat_template_kwargs": {"enable_thinking": False}}``.
+        option: What the command calls the address, for messages.
 
     Attributes:
         retries: Tries after the first, of all calls.
@@ -89,8 +90,10 @@ class Server:
         retry: Retry | None = None,
         key_variable: str | None = None,
         extra: dict[str, Any] | None = None,
+        option: str = "--url",
     ):
-        self.url = check_url(url)
+        self.url = check_url(url, option)
+        self._option = option
         self.model = model
         self.extra = extra or {}
         self.retry = retry or Retry()
@@ -184,7 +187,7 @@ class Server:
         except httpx.HTTPError as error:
             raise CallRefused(f"the reply cannot be read ({self._hide(str(error))})") from error
         self._check_status(response, body)
-        return _completion(response, body, time.monotonic() - start)
+        return _completion(response, body, time.monotonic() - start, self._option)
 
     def _check_status(self, response: httpx.Response, body: bytes) -> None:
         status = response.status_code
@@ -195,7 +198,7 @@ class Server:
         if status == 429 or status >= 500:
             raise _Again(told, _retry_after(response.headers.get("retry-after")))
         if status in HOPELESS:
-            remedy = {404: "check --url (it usually ends in /v1) and the model's name"}
+            remedy = {404: f"check {self._option} (it usually ends in /v1) and the model's name"}
             raise ServerError(
                 f"{self.url}: {told}; {remedy.get(status, 'check the key (--api-key-env) and its rights')}"
             )
@@ -215,8 +218,11 @@ class _Again(Exception):
         self.wait = wait
 
 
-def check_url(url: str) -> str:
+def check_url(url: str, option: str = "--url") -> str:
     """The base address without a slash at its end.
+
+    Args:
+        option: What the command calls it.
 
     Raises:
         DataError: It is no plain http(s) address.
@@ -227,10 +233,10 @@ def check_url(url: str) -> str:
     except ValueError:
         sound = False
     if not sound:
-        raise DataError(f"--url {url!r}: it must be an address such as http://localhost:8000/v1")
+        raise DataError(f"{option} {url!r}: it must be an address such as http://localhost:8000/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise DataError(
-            "--url must hold no user, password, query or fragment; put the key into a variable (--api-key-env)"
+            f"{option} must hold no user, password, query or fragment; put the key into a variable (--api-key-env)"
         )
     return url.rstrip("/")
 
@@ -257,12 +263,12 @@ async def _read(response: httpx.Response) -> bytes:
     return bytes(body)
 
 
-def _completion(response: httpx.Response, body: bytes, seconds: float) -> Reply:
+def _completion(response: httpx.Response, body: bytes, seconds: float, option: str) -> Reply:
     """The first choice of a chat completion; a message without text is an empty one."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise CallRefused(
-            f"the server sent {kind or 'no content type'} instead of application/json; does --url end in /v1?"
+            f"the server sent {kind or 'no content type'} instead of application/json; does {option} end in /v1?"
         )
     try:
         content = json.loads(body)

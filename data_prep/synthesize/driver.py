@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import tempfile
 import time
 from collections import deque
@@ -60,7 +61,8 @@ def synthesize(args: argparse.Namespace) -> dict[str, Any]:
         caller = Caller(ledger, args.concurrency)
         pipeline = Pipeline(settings, templates, caller, server, hard)
         start = time.monotonic()
-        output = Output(args.out, suffix, args.data_source, args.val_fraction, settings.seed, rejects)
+        named = args.images if args.name_images else None
+        output = Output(args.out, suffix, args.data_source, args.val_fraction, settings.seed, rejects, named)
         with output:
             asyncio.run(_drive(args, pipeline, names, output))
             report = _report(args, settings, output.tally, caller, server, hard, time.monotonic() - start)
@@ -153,14 +155,25 @@ class Output:
         val_fraction: Share of the images that go into val.parquet; an image's place depends on its content and the seed.
         seed: Of that split.
         rejects: An open temporary file, so that memory does not grow with them.
+        named: The folder of the images, where rows name them instead of holding them.
     """
 
-    def __init__(self, folder: Path, suffix: str, data_source: str, val_fraction: float, seed: int, rejects: IO[str]):
+    def __init__(
+        self,
+        folder: Path,
+        suffix: str,
+        data_source: str,
+        val_fraction: float,
+        seed: int,
+        rejects: IO[str],
+        named: Path | None = None,
+    ):
         self.folder = folder
         self.tally = Tally()
         self._suffix, self._data_source = suffix, data_source
         self._val_fraction, self._seed = val_fraction, seed
         self._rejects = rejects
+        self._named = named
         self._files = ExitStack()
         self._writers: dict[str, RowWriter] = {}
 
@@ -194,7 +207,7 @@ class Output:
             {
                 "data_source": self._data_source,
                 "prompt": [{"role": "user", "content": PLACEHOLDER + kept.question + self._suffix}],
-                "images": [image_field(picture.data, picture.name)],
+                "images": [image_field(None if self._named else picture.data, picture.name)],
                 "bbox": list(kept.box),
                 "ability": "vqa",
                 "reward_model": answer_field(kept.truth),
@@ -239,6 +252,10 @@ class Output:
             lines.append(
                 f"note: {counts['boxes', 'rejected']} of {counts['boxes', 'in']} boxes were rejected; look at the reasons, "
                 "and whether --box-convention is the model's"
+            )
+        if self._named:
+            lines.append(
+                f"rows name images below {self._named}: train with data.image_root={shlex.quote(str(self._named))}"
             )
         stale = self.folder / "val.parquet"
         if "val" not in self._writers and stale.exists():

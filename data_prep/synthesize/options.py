@@ -136,6 +136,11 @@ def _rows(group: argparse._ArgumentGroup) -> None:
         default=0.0,
         help="share of the images whose rows go into val.parquet (default: none)",
     )
+    add(
+        "--name-images",
+        action="store_true",
+        help="rows name their image below --images instead of holding it: small files, and training needs the folder, too",
+    )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

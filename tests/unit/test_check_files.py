@@ -320,3 +320,24 @@ def test_reasons_are_one_short_line(tmp_path):
     fault = Fault.at(Finding("special_token", "a \x1b[2J\n" + "é" * 1000), "a.parquet", 3)
     assert fault.reason.startswith("a \\x1b[2J\\né") and len(fault.reason) < 520 and fault.reason.endswith("...")
     assert fault.place == "a.parquet, row 3"
+
+
+def test_rows_at_an_address(tmp_path, capsys):
+    """Images that the rows name are read beside it, as training does."""
+    import fsspec
+
+    rows = [row(0), row(1, bbox=None), row(2, images=[entry(None, "pictures/2.png")])]
+    for name, data in (
+        ("train.parquet", write(tmp_path / "a.parquet", rows).read_bytes()),
+        ("pictures/2.png", encoded(picture(2))),
+    ):
+        with fsspec.open(f"memory://rows/{name}", "wb") as file:
+            file.write(data)
+    assert run("memory://rows/train.parquet", SMALL_BATCH, "--fix", tmp_path / "clean") == 1
+    out = capsys.readouterr().out
+    assert "memory://rows/train.parquet, row 1: " in out and "3 rows checked, 1 with errors" in out
+    assert pq.read_table(tmp_path / "clean/train.parquet").num_rows == 2
+    assert (
+        run("memory://rows/gone.parquet") == 2 and "memory://rows/gone.parquet: no such file" in capsys.readouterr().err
+    )
+    assert run("nosuch://rows/a.parquet") == 2 and "nosuch://rows/a.parquet cannot be opened" in capsys.readouterr().err

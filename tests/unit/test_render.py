@@ -1,6 +1,7 @@
 """Views drawn into plain verl rows: the pixels, the columns, and rows that cannot be used."""
 
 import io
+import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from data_prep.__main__ import main
-from data_prep.render import ROWS_PER_GROUP
+from data_prep.rows import ROWS_PER_GROUP
 from data_prep.toy.dataset import make_row
 
 RED = (255, 0, 0)
@@ -85,7 +86,7 @@ def test_more_rows_than_a_row_group_from_two_files_in_order(tmp_path):
     first, second = write(tmp_path / "a.parquet", rows[:-1]), write(tmp_path / "b.parquet", rows[-1:])
     drawn = render(first, tmp_path / "c.parquet", "--data", str(second))
     assert [row["extra_info"]["index"] for row in drawn] == list(range(ROWS_PER_GROUP + 3))
-    assert pq.ParquetFile(tmp_path / "c.parquet").num_row_groups == 3
+    assert pq.ParquetFile(tmp_path / "c.parquet").num_row_groups == 2
 
 
 def test_rows_without_extra_info_are_numbered(tmp_path):
@@ -129,19 +130,21 @@ def test_bad_rows_are_all_named_and_nothing_is_written(tmp_path):
     assert f"{data}, row 1: bbox [9.0, 9.0, 9.0, 9.0] is empty" in message
     assert f"{data}, row 2: no reward_model.ground_truth" in message
     assert f"{data}, row 3: 0 <image> in the prompt for 1 images" in message
-    assert "leave them out with --skip-bad. Nothing was written" in message
+    assert message.endswith("Nothing was written. Mend or remove these rows, or leave them out with --skip-bad")
 
 
 def test_bad_rows_can_be_left_out_and_are_counted(tmp_path, capsys):
     data = write(tmp_path / "a.parquet", bad_rows())
     drawn = render(data, tmp_path / "b.parquet", "--skip-bad")
     assert [row["extra_info"]["index"] for row in drawn] == [0, 4]
-    assert "wrote 2 rows, 3 left out" in capsys.readouterr().out
+    rejects = [json.loads(line) for line in (tmp_path / "b.rejects.jsonl").read_text().splitlines()]
+    assert [(reject["file"], reject["row"]) for reject in rejects] == [(str(data), n) for n in (1, 2, 3)]
+    assert f"wrote 2 rows, 3 left out ({tmp_path}/b.rejects.jsonl)" in capsys.readouterr().out
 
 
 def test_nothing_is_left(tmp_path):
     data = write(tmp_path / "a.parquet", bad_rows()[1:2])
-    assert "No row is left. Nothing was written" in refusal(tmp_path, data, "--skip-bad")
+    assert "No row is left, so nothing was written" in refusal(tmp_path, data, "--skip-bad")
 
 
 def test_a_missing_column_is_named(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from data_prep.synthesize.pipeline import STAGES
+from opd_recipes.images import ImageRoot, decode
 from tests.unit.synthesize_server import (
     SQUARES,
     FakeServer,
@@ -89,6 +90,17 @@ def test_a_sound_folder_becomes_rows_with_box_question_and_majority_answer(image
     assert first["extra_info"] == {"split": "train", "index": 0, "question": asked, "answer": "red"}
     assert [row["bbox"] for row in kept[::3]] == 2 * [list(box) for box in SQUARES.values()]
     assert [row["extra_info"]["index"] for row in kept] == list(range(18))
+
+
+def test_rows_name_their_images_where_this_is_wanted(images, out, tmp_path, capsys):
+    with FakeServer() as server:
+        run(server.url, images, out)
+        run(server.url, images, tmp_path / "named", "--name-images")
+    root = ImageRoot.of(tmp_path / "named/train.parquet", str(images))
+    for held, named in zip(rows(out), rows(tmp_path / "named"), strict=True):
+        assert named == {**held, "images": [{"bytes": None, "path": held["images"][0]["path"]}]}
+        assert decode(named["images"][0], root).tobytes() == decode(held["images"][0]).tobytes()
+    assert f"train with data.image_root={images}" in capsys.readouterr().out
 
 
 def test_the_order_of_rows_does_not_depend_on_the_order_of_replies(images, out, tmp_path):
