@@ -1,10 +1,19 @@
 """Vision-OPD on the toy data: the loop, its checkpoints, and what must not matter."""
 
+import json
+import math
+
 import datasets
 import pytest
 import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from opd_recipes.export import export
+from opd_recipes.report.page import build as report
+from opd_recipes.report.page import render
 from tests.e2e.runs import Run
+from tests.harness import BASE
 
 pytestmark = pytest.mark.e2e
 
@@ -14,7 +23,7 @@ EQUAL_LENGTHS = "data.max_response_length=1"
 
 @pytest.fixture(scope="module")
 def first(folder, data):
-    """Three steps with equal lengths, validation at the end, a checkpoint after the second step and the third."""
+    """Three steps with equal lengths; after the second and the third a validation, a trace and a checkpoint."""
     return Run(
         folder,
         "first",
@@ -22,7 +31,8 @@ def first(folder, data):
         EQUAL_LENGTHS,
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
-        "trainer.test_freq=3",
+        "trainer.test_freq=2",
+        f"opd.trace={{rows: 5, folder: {folder}/first/traces}}",
     ).ok()
 
 
@@ -44,6 +54,34 @@ def test_the_metrics_tell_what_happened(first):
         assert 0 <= first.steps[3][f"val-core/toy@{view}/acc/mean@1"] <= 1
 
 
+def test_traces_follow_the_same_rows_and_agree_with_the_run(first):
+    looks = []
+    for step in (2, 3):
+        lines = (first.folder / "traces" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        looks.append({row["id"]: row for row in map(json.loads, lines)})
+    assert looks[0].keys() == looks[1].keys() == {f"row{i}" for i in range(5)}
+    for row in looks[1].values():
+        assert row["step"] == 3 and row["score"] in (0, 1) and row["reference"] and "<image>" not in row["question"]
+        assert row["response"] == "".join(token["text"] for token in row["tokens"]) and len(row["tokens"]) == 1
+        assert row["original_size"] == [96, 96] and row["bbox"]
+        for token in row["tokens"]:
+            # Validation samples the most likely token.
+            assert token["student_top"][0] == [token["text"], pytest.approx(math.exp(token["student_logp"]), rel=1e-4)]
+            assert 0 <= token["divergence"] < 0.7
+        for view in ("student", "teacher"):
+            with Image.open(first.folder / "traces" / row[f"{view}_image"]) as image:
+                assert image.format == "PNG"
+    assert any(looks[0][name]["tokens"] != looks[1][name]["tokens"] for name in looks[0])
+
+
+def test_the_report_shows_the_run(first):
+    made = report(first.folder)
+    assert made.traces.total == 5 and made.alerts == []
+    page = render(made)
+    for words in ("Divergence", "row0", "step 3"):
+        assert words in page
+
+
 def test_the_checkpoint_has_student_optimizer_and_teacher(first):
     folder = first.folder / "checkpoints" / "global_step_2" / "actor"
     names = {path.name for path in folder.iterdir()}
@@ -60,6 +98,27 @@ def test_the_checkpoint_has_student_optimizer_and_teacher(first):
         not torch.equal(a.to_local(), b.to_local()) for a, b in zip(student.values(), teacher.values(), strict=True)
     )
     assert moved > 0.9 * len(student)
+
+
+@pytest.mark.parametrize(("which", "shards"), [("student", "."), ("teacher", "teacher")])
+def test_an_exported_model_answers_as_its_shards_would(first, tmp_path, which, shards):
+    """What transformers makes of the folder, against the base model with the shard's own weights put in."""
+    checkpoint = first.folder / "checkpoints" / "global_step_3"
+    export(checkpoint, tmp_path / which, which=which, dtype="float32")
+    processor = AutoProcessor.from_pretrained(tmp_path / which)
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / which, dtype="auto").eval()
+    reference = AutoModelForImageTextToText.from_pretrained(BASE, dtype=torch.float32).eval()
+    untrained = {name: weight.clone() for name, weight in reference.state_dict().items()}
+    shard = torch.load(checkpoint / "actor" / shards / "model_world_size_1_rank_0.pt", weights_only=True)
+    reference.load_state_dict({name: weight.to_local() for name, weight in shard.items()})
+    assert any(not torch.equal(weight, untrained[name]) for name, weight in exported.state_dict().items())
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour?"}]}]
+    prompt = processor.apply_chat_template(question, add_generation_prompt=True)
+    inputs = processor(text=[prompt], images=[Image.new("RGB", (96, 96), "red")], return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(exported(**inputs).logits, reference(**inputs).logits)
+        answers = [model.generate(**inputs, do_sample=False, max_new_tokens=4) for model in (exported, reference)]
+    assert torch.equal(*answers) and answers[0].shape[1] > inputs["input_ids"].shape[1]
 
 
 def test_resuming_continues_the_run(first, folder, data):

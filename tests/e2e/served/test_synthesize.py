@@ -5,13 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,55 +13,9 @@ from data_prep import synthesize
 from data_prep.synthesize.client import CallRefused, Server, ServerError
 from data_prep.synthesize.images import read_picture
 from data_prep.synthesize.replies import Reply
-from tests.harness import BASE, free_port
 from tests.unit.synthesize_server import draw_image
 
 pytestmark = pytest.mark.e2e
-
-START_S = 300
-#: As in config/overlay/cpu.yaml.
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
-SERVE = ["--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--skip-mm-profiling"]
-SERVE += ["--max-model-len", "4096", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory) -> Iterator[str]:
-    port = free_port()
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", BASE, "--host", "127.0.0.1", "--port", str(port)]
-    log_path = tmp_path_factory.mktemp("vllm") / "log.txt"
-    with log_path.open("w") as log:
-        process = subprocess.Popen(
-            [*command, *SERVE], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while not healthy(port):
-            assert process.poll() is None and time.monotonic() < deadline, log_path.read_text()[-4000:]
-            time.sleep(1)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 @pytest.fixture(scope="module")
