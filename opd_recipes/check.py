@@ -10,8 +10,12 @@ from typing import Any
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 
-#: Trainer modes of verl that this package replaces by its own.
-TRAINER_MODES = {"opd_sync"}
+#: Values of ``trainer.v1.trainer_mode`` that this package adds, and verl's own mode behind each.
+TRAINER_MODES = {
+    "opd_sync": "sync",
+    "opd_colocate_async": "colocate_async",
+    "opd_separate_async": "separate_async",
+}
 
 #: verl's estimators that need rewards and prompts alone.
 TASK_ADVANTAGES = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo")
@@ -114,12 +118,61 @@ def check_run(config: Any, files: bool = True) -> Recipe:
             "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on "
             "a seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
         )
+    _check_mode(config, recipe)
     _check_objective(config, recipe)
     _check_selection(config, recipe)
     if files:
         for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "opd.teacher.path"):
             _check_paths(key, OmegaConf.select(config, key))
     return recipe
+
+
+def updates_once(config: Any) -> bool:
+    """Whether every batch that is sampled is one update of the weights."""
+    actor, v1 = config.actor_rollout_ref.actor, config.trainer.v1
+    # A step of separate_async is several batches, each as large as a mini-batch.
+    batches = v1.get(TRAINER_MODES[v1.trainer_mode], {}).get("parameter_sync_step", 1)
+    return actor.ppo_mini_batch_size * batches == config.data.train_batch_size and actor.ppo_epochs == 1
+
+
+def _check_mode(config: Any, recipe: Recipe) -> None:
+    v1, rollout, data = config.trainer.v1, config.actor_rollout_ref.rollout, config.data
+    mode = v1.trainer_mode
+    if mode == "opd_sync":
+        return
+    if recipe.seeded_rollouts:
+        raise RecipeError(
+            f"opd.seeded_rollouts=true with trainer.v1.trainer_mode={mode}: a response that goes on with newer weights would "
+            "draw its first random numbers again, and the order of updates is not repeated anyway; set it to false"
+        )
+    if recipe.trace["rows"]:
+        raise RecipeError(
+            f"opd.trace.rows={recipe.trace['rows']} with trainer.v1.trainer_mode={mode}: a trace stops the rollout server, "
+            "which has unfinished responses in this mode; set it to 0"
+        )
+    if "mean_entropy" in recipe.selection.needs:
+        raise RecipeError(
+            f"opd.selection.kind={config.opd.selection.kind} with trainer.v1.trainer_mode={mode}: it needs each response's "
+            "entropy, which verl drops where responses go on with newer weights; use opd_sync, or kind=all or random"
+        )
+    if mode != "opd_separate_async":
+        return
+    mini, steps = config.actor_rollout_ref.actor.ppo_mini_batch_size, v1.separate_async.parameter_sync_step
+    if data.train_batch_size != mini * steps:
+        raise RecipeError(
+            f"data.train_batch_size={data.train_batch_size} with trainer.v1.trainer_mode={mode}: must be actor_rollout_ref."
+            f"actor.ppo_mini_batch_size={mini} times trainer.v1.separate_async.parameter_sync_step={steps}"
+        )
+    if not (rollout.nnodes and rollout.n_gpus_per_node):
+        raise RecipeError(
+            f"actor_rollout_ref.rollout.nnodes={rollout.nnodes}, n_gpus_per_node={rollout.n_gpus_per_node} with trainer.v1."
+            f"trainer_mode={mode}: the devices for rollouts alone; set both above 0"
+        )
+    if rollout.checkpoint_engine.backend == "naive":
+        raise RecipeError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend=naive with trainer.v1.trainer_mode={mode}: it cannot send "
+            "weights to other devices; set nccl (on CPU: +overlay=[cpu,...,cpu_separate])"
+        )
 
 
 def _check_objective(config: Any, recipe: Recipe) -> None:
@@ -165,7 +218,7 @@ def _check_selection(config: Any, recipe: Recipe) -> None:
             "actor_rollout_ref.actor.use_dynamic_bsz=false with opd.selection: the number of selected rollouts is not always a "
             "multiple of the micro-batch; set use_dynamic_bsz=true (ppo_max_token_len_per_gpu then limits memory)"
         )
-    if actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1:
+    if not updates_once(config):
         raise RecipeError(
             f"opd.selection with actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs="
             f"{actor.ppo_epochs} and data.train_batch_size={config.data.train_batch_size}: selected rollouts are one update; "

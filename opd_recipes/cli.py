@@ -1,13 +1,10 @@
-"""The ``opd_recipes`` command: ``train`` (the same as ``python -m opd_recipes``), ``grpo``, ``sft``, ``data``, ``study``,
-``demo``."""
+"""The ``opd_recipes`` command: one table of commands, each a module that is imported when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 #: Commands whose arguments are Hydra's, which reads sys.argv itself: name -> (module, function, help).
 HYDRA = {
@@ -20,15 +17,30 @@ HYDRA = {
     "sft": ("opd_recipes.comparators", "sft", "train on answers with verl's own trainer: opd_recipes sft [overrides]"),
 }
 
+#: The others: name -> (module with ``add_arguments(parser)`` and ``run(args) -> exit code``, help).
+COMMANDS = {
+    "demo": ("opd_recipes.demo", "train the tiny model on the toy data on this machine's CPU, and draw the curve"),
+    "report": ("opd_recipes.report", "one HTML file that shows a run: curves, warnings, settings, rollouts"),
+    "eval": ("opd_recipes.eval.commands", "score a model on fine-grained benchmarks; compare two models"),
+    "gap": ("opd_recipes.eval.gap_command", "accuracy on the full image and on the crop, over checkpoints"),
+    "export": ("opd_recipes.export", "write a checkpoint's student or teacher as a Hugging Face folder"),
+    "estimate": ("opd_recipes.estimate", "the memory that a run needs on each GPU, before one is touched"),
+    "study": (
+        "opd_recipes.study",
+        "train and measure every recipe, comparator and control on the toy data; can be stopped and continued",
+    ),
+}
+
 
 def main() -> None:
-    if sys.argv[1:2] == ["data"]:
+    asked = sys.argv[1] if len(sys.argv) > 1 else None
+    if asked == "data":
         from data_prep.__main__ import main as prepare
 
         prepare(sys.argv[2:])
         return
-    if sys.argv[1:2] and sys.argv[1] in HYDRA:
-        module, function, _ = HYDRA[sys.argv[1]]
+    if asked in HYDRA:
+        module, function, _ = HYDRA[asked]
         del sys.argv[1]
         getattr(import_module(module), function)()
         return
@@ -39,44 +51,12 @@ def main() -> None:
     for name, (_, _, summary) in HYDRA.items():
         commands.add_parser(name, help=summary)
     commands.add_parser("data", help="prepare data, the same as python -m data_prep: opd_recipes data --help")
-    add_demo(commands)
-    add_study(commands)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == asked:
+            import_module(module).add_arguments(command)
     args = parser.parse_args()
-    run: Callable[[argparse.Namespace], int] = args.run
-    sys.exit(run(args))
-
-
-def add_demo(commands) -> None:
-    from opd_recipes.demo import STEPS, run_demo
-
-    demo = commands.add_parser(
-        "demo", help="train the tiny model on the toy data on this machine's CPU, and draw the curve"
-    )
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for data, logs and results")
-    demo.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
-    demo.add_argument("--steps", type=int, default=STEPS, help="training steps of each run")
-    demo.add_argument("--publish", type=Path, help="also write vision_opd_toy.json and .png to this folder")
-    demo.add_argument("overrides", nargs="*", help="more configuration overrides, e.g. opd.teacher.rate=0.05")
-    demo.set_defaults(run=lambda a: run_demo(a.out, a.seeds, a.steps, a.publish, a.overrides))
-
-
-def add_study(commands) -> None:
-    from opd_recipes.study import SEEDS, STEPS, run_study
-    from opd_recipes.study_variants import DEFAULT_OUT
-
-    study = commands.add_parser(
-        "study",
-        help="train and measure every recipe, comparator and control on the toy data; can be stopped and continued",
-    )
-    study.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for data, logs and results")
-    study.add_argument(
-        "--seeds", type=int, nargs="+", default=list(SEEDS), help="one run of each variant for each seed"
-    )
-    study.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants only")
-    study.add_argument("--publish", type=Path, help="also write study.json, study.md and study.png to this folder")
-    study.add_argument("--steps", type=int, default=STEPS, help="training steps of each run")
-    study.add_argument("--jobs", type=int, default=1, help="runs at the same time; each needs about 9 GB")
-    study.set_defaults(run=lambda a: run_study(a.out, a.seeds, a.only, a.publish, a.steps, a.jobs))
+    sys.exit(import_module(COMMANDS[args.command][0]).run(args))
 
 
 if __name__ == "__main__":

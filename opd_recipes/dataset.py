@@ -28,6 +28,9 @@ ROW_IMAGES = "opd_images"
 ROW_NUMBER = "opd_row"
 ROW_VIEW = "opd_view"
 
+#: In a validation row: it is answered and scored like one, but has the views of training (:mod:`opd_recipes.trace`).
+TRACED = "opd_traced"
+
 #: A resized student's prompt with more than this share of the teacher's tokens has been enlarged again.
 UNDONE = 0.6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -24,8 +25,22 @@ STAGES = [
 ]
 STEPS = 80
 TEST_EVERY = 20
+#: Validation scenes that the report shows before and after training.
+TRACED = 12
 #: Scenes for training, which are seen several times and answered anew each time, and for validation.
 SCENES, VALIDATION_SCENES = 3072, 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for data, logs and results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each seed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps of each run")
+    parser.add_argument("--publish", type=Path, help="also write vision_opd_toy.json and .png to this folder")
+    parser.add_argument("overrides", nargs="*", help="more configuration overrides, e.g. opd.teacher.rate=0.05")
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_demo(args.out, args.seeds, args.steps, args.publish, args.overrides)
 
 
 def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, overrides: Sequence[str]) -> int:
@@ -60,9 +75,26 @@ def run_demo(out: Path, seeds: Sequence[int], steps: int, publish: Path | None, 
         (folder / "vision_opd_toy.json").write_text(json.dumps(runs, indent=1) + "\n")
         plot(runs, folder / "vision_opd_toy.png", "Vision-OPD, tiny model, toy data: no labels used in training")
         print(f"results: {folder / 'vision_opd_toy.json'}  picture: {folder / 'vision_opd_toy.png'}")
+    page = report(out / f"seed{seeds[-1]}")
+    if page is not None:
+        print(f"report: {page}  (curves, warnings, and what each token of {TRACED} answers was worth before and after)")
     if any(run["crop_after"] < run["crop_before"] - 0.05 for run in runs):
         print("note: the crop accuracy fell by more than 5 points; a gap that closes this way does not count")
     return 0
+
+
+def report(folder: Path) -> Path | None:
+    """Write a run's report; a run that was remembered may have lost its files, which is no failure of the demo."""
+    from opd_recipes.registry import RecipeError
+    from opd_recipes.report.page import build, write
+
+    page = folder / "report.html"
+    try:
+        write(build(folder), page)
+    except RecipeError as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return None
+    return page
 
 
 def training_command(data: Path, folder: Path, seed: int, steps: int, overrides: Sequence[str]) -> list[str]:
@@ -79,6 +111,7 @@ def training_command(data: Path, folder: Path, seed: int, steps: int, overrides:
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={TEST_EVERY}",
         f"trainer.default_local_dir={folder}/checkpoints",
+        f"opd.trace={{rows: {TRACED}, folder: {folder}/traces}}",
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         f"hydra.run.dir={folder}/hydra",

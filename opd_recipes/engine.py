@@ -23,6 +23,7 @@ from verl.utils.metric.utils import AggregationType, Metric
 from verl.workers.engine.base import EngineRegistry
 
 from opd_recipes.head_engine import (
+    VIEW_COLUMNS,
     HeadEngine,
     TeacherEngine,
     by_row,
@@ -35,6 +36,7 @@ from opd_recipes.loss import Normaliser, distill_loss
 from opd_recipes.recipe import Recipe
 from opd_recipes.teacher import follow
 from opd_recipes.topk_head import HeadOutput, ScoreRequest, TeacherStates
+from opd_recipes.trace_tokens import WEIGHT, answer_columns, token_columns
 from opd_recipes.verl_compat import ENGINE_DEVICE
 
 
@@ -81,6 +83,25 @@ class StudentEngine(HeadEngine):
         output = super().infer_batch(data, loss_function)
         self._teacher_weight = None
         return output
+
+    def trace(self, data: TensorDict) -> TensorDict:
+        """What :mod:`opd_recipes.trace` writes of each response token, in eval mode. The data is that of an update."""
+        temperature, lengths = float(data["temperature"]), data["responses"].offsets().diff().tolist()
+        asked, _ = self._ask_teacher(data)
+        hidden = self.hidden_states(data.select(*VIEW_COLUMNS, "responses", "loss_mask"))["hidden"].values()
+        columns = token_columns(
+            hidden.to(get_device_id()),
+            self.head_weight(),
+            self._teacher_states(asked.to(get_device_id())),
+            asked["responses"].values().to(get_device_id()),
+            divergence=self.recipe.divergence,
+            temperature=temperature,
+            chunk=self.recipe.head_chunk,
+        )
+        self._teacher_weight = None
+        if "token_weights" in asked:
+            columns[WEIGHT] = asked["token_weights"].values()
+        return answer_columns(columns, lengths)
 
     def _ask_teacher(self, data: TensorDict) -> tuple[TensorDict, dict[str, Metric]]:
         """Let the teacher read its views of all rows, in one pass.

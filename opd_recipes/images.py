@@ -256,6 +256,11 @@ class RowImages:
             raise ViewError(f"{len(self.evidence)} images in 'bbox_images' for {len(self.images)} in 'images'")
         return [decode(source, self.root) for source in self.evidence]
 
+    def size(self) -> tuple[int, int]:
+        """Width and height of the last image."""
+        with decode(self.images[-1], self.root) as image:
+            return image.size
+
     def area_ratio(self, views: Mapping[str, list[Image.Image]]) -> float:
         """The evidence's share of the image: of the box, else of the ready-made evidence, else of what the two views show.
 

@@ -48,6 +48,8 @@ class Recipe:
         max_skipped_updates: Updates in a row with a gradient that is not finite after which the run stops.
         oracle_every: Steps between two looks at which share of the best utility a selection has captured; such a look scores
             all rollouts. 0: never.
+        trace: ``rows`` of the validation set of which every validation writes each token's divergence and alternatives
+            (:mod:`opd_recipes.trace`) to ``folder``; 0: none.
     """
 
     student_view: View
@@ -66,6 +68,7 @@ class Recipe:
     seeded_rollouts: bool
     max_skipped_updates: int
     oracle_every: int
+    trace: dict[str, Any]
 
     @classmethod
     def load(cls, section: Mapping[str, Any]) -> Recipe:
@@ -77,7 +80,9 @@ class Recipe:
         section = _plain(section)
         parts = {"views", "teacher", "divergence", "weights", "selection", "objective"}
         hints = get_type_hints(cls)
-        _expect("opd", section, parts | set(SETTINGS) | {"teacher_hint", "validation_views"})
+        _expect("opd", section, parts | set(SETTINGS) | {"teacher_hint", "validation_views", "trace"})
+        _expect("opd.trace", section["trace"], {"rows", "folder"})
+        check_types("opd.trace", section["trace"], {"rows": int, "folder": str})
         _expect("opd.views", section["views"], {"student", "teacher"}, extra={"negative"})
         _expect("opd.divergence", section["divergence"], {"kind", "support", "tail", "topk"}, {"alpha", "estimator"})
         objective = {f.name for f in fields(Objective)}
@@ -101,6 +106,7 @@ class Recipe:
             selection=SELECTIONS.build(section["selection"])(),
             objective=Objective(**section["objective"]),
             validation_views=_validation_views(section["validation_views"], views),
+            trace=dict(section["trace"]),
             **{key: section[key] for key in SETTINGS},
         )
         recipe._check()
@@ -145,6 +151,8 @@ class Recipe:
                     else "opd.selection.kind=all has nothing to capture; set 0"
                 )
             )
+        if self.trace["rows"] < 0:
+            raise RecipeError(f"opd.trace.rows: must not be negative, got {self.trace['rows']}")
         if self.poll_interval <= 0:
             raise RecipeError(f"opd.poll_interval: must be above 0 seconds, got {self.poll_interval}")
 

@@ -17,6 +17,8 @@ import ray
 import torch
 import transfer_queue as tq
 from PIL import Image
+from verl.experimental.agent_loop.agent_loop import register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -24,6 +26,7 @@ from opd_recipes.dataset import (
     ROW_IMAGES,
     ROW_NUMBER,
     ROW_VIEW,
+    TRACED,
     hinted,
     map_parts,
     prepared_images,
@@ -58,11 +61,13 @@ class Prompt:
         ids: (P,) tokens, image placeholders expanded.
         positions: (planes, P) position ids, or (P,) for models without mRoPE.
         inputs: Pixels and grids, as the model takes them.
+        images: What vLLM gets, the size that the processor wants.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     inputs: dict[str, torch.Tensor]
+    images: list[Image.Image]
 
     def extended(self, length: int) -> torch.Tensor:
         """Positions of the prompt and of the text behind it, (planes, length) or (length,)."""
@@ -83,15 +88,34 @@ class Views:
         student: What vLLM answers.
         teacher: What the teacher reads, by view (``teacher``, ``negative``); empty in validation.
         area_ratio: Share of the evidence in the image, a feature for selections.
+        scored: Whether the answer is compared with the reference.
     """
 
     student: Prompt
     teacher: dict[str, Prompt]
     area_ratio: float = 1.0
+    scored: bool = False
 
 
 # The tasks of one prompt's rollouts inherit it; passing it as an argument would send it through verl's queue.
 _views: ContextVar[Views] = ContextVar("opd_views")
+
+
+@register("opd_single_turn")
+class PreparedSingleTurn(SingleTurnAgentLoop):
+    """verl's single-turn loop on the prompt that is there already: verl's own runs the processor again for every rollout."""
+
+    async def process_multi_modal_info(self, messages: list[dict]) -> dict[str, Any]:
+        return {"images": _views.get().student.images}
+
+    async def ct_build_initial_tokens(self, messages: list[dict], *args, **kwargs) -> list[int]:
+        ids = _views.get().student.ids
+        if len(ids) > self.rollout_config.prompt_length:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens, image included, exceeds data.max_prompt_length="
+                f"{self.rollout_config.prompt_length}; raise it, or lower the image's size (data.mm_processor_kwargs)"
+            )
+        return ids.tolist()
 
 
 _Worker: Any = undecorated(AgentLoopWorkerTQ)
@@ -120,7 +144,7 @@ class TwoViewAgentLoopWorker(_Worker):
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         source: RowImages = prompt.pop(ROW_IMAGES)
-        view = prompt.pop(ROW_VIEW)
+        view = None if prompt.pop(TRACED, False) else prompt.pop(ROW_VIEW)
         try:
             loop = asyncio.get_running_loop()
             messages, views = await loop.run_in_executor(
@@ -146,16 +170,18 @@ class TwoViewAgentLoopWorker(_Worker):
         return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
 
     def _prepare(
-        self, messages: list[dict], source: RowImages, view: str, reward: dict | None, trajectory: dict
+        self, messages: list[dict], source: RowImages, view: str | None, reward: dict | None, trajectory: dict
     ) -> tuple[list[dict], Views]:
-        if trajectory["validate"]:
+        """The student's messages and all prompts; ``view`` is that of a validation row, None with the views of training."""
+        if trajectory["validate"] and view is not None:
             messages = with_images(messages, source.render(self.recipe.validation_views[view]))
-            return messages, Views(self._prompt(messages), {})
+            return messages, Views(self._prompt(messages), {}, scored=True)
         images = dict(source.rendered(self.recipe.views))
         asked = hinted(messages, self.recipe.teacher_hint, (reward or {}).get("ground_truth"))
         prompts = {name: self._prompt(with_images(asked, seen)) for name, seen in images.items() if name != "student"}
         messages = with_images(messages, images["student"])
-        return messages, Views(self._prompt(messages), prompts, source.area_ratio(images))
+        scored = trajectory["validate"] or self.recipe.objective.task_advantage is not None
+        return messages, Views(self._prompt(messages), prompts, source.area_ratio(images), scored)
 
     def _prompt(self, messages: list[dict]) -> Prompt:
         images = prepared_images(self.dataset_cls, self.processor, messages, self.config.data)
@@ -167,7 +193,7 @@ class TwoViewAgentLoopWorker(_Worker):
         positions = super()._compute_position_ids(ids[None], torch.ones_like(ids)[None], inputs).squeeze(0)
         grid = inputs["image_grid_thw"]
         inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
-        return Prompt(ids, positions, inputs)
+        return Prompt(ids, positions, inputs, images)
 
     def _compute_multi_modal_inputs(self, output, input_ids):
         return dict(_views.get().student.inputs)
@@ -177,7 +203,7 @@ class TwoViewAgentLoopWorker(_Worker):
         return _views.get().student.extended(input_ids.shape[-1])[None]
 
     async def _compute_score(self, outputs, kwargs: dict) -> None:
-        if _views.get().teacher and self.recipe.objective.task_advantage is None:
+        if not _views.get().scored:
             outputs[-1].reward_score = 0.0  # no reward enters training, and rows need no answer
             return
         source = kwargs["data_source"]

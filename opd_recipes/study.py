@@ -7,6 +7,7 @@ the folder given by ``--publish``, with the same command) are taken from there, 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 from opd_recipes.curve import Point, gap_closed, read_metrics
 from opd_recipes.runs import Process, ProgressLine, end_on_signal, make_data, recall, remember
 from opd_recipes.study_report import publish
-from opd_recipes.study_variants import BASE_MODEL, Files, Variant, commands, named, shown
+from opd_recipes.study_variants import BASE_MODEL, DEFAULT_OUT, Files, Variant, commands, named, shown
 
 STEPS = 40
 SEEDS = (0, 1, 2)
@@ -264,6 +265,21 @@ def make_files(out: Path) -> None:
             command = [sys.executable, "-m", "data_prep", "render", "--data", str(source), "--out", str(target)]
             command += ["--view", view, "--overlay", "toy,study", *(("--tag", tag) if tag else ())]
             subprocess.run(command, check=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for data, logs and results")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=list(SEEDS), help="one run of each variant for each seed"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants only")
+    parser.add_argument("--publish", type=Path, help="also write study.json, study.md and study.png to this folder")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; each needs about 9 GB")
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_study(args.out, args.seeds, args.only, args.publish, args.steps, args.jobs)
 
 
 def run_study(

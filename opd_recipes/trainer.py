@@ -13,18 +13,25 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync
+from verl.trainer.ppo.v1 import (
+    PPOTrainer,
+    PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
+    PPOTrainerSync,
+    trainer_separate_async,
+)
 from verl.workers.utils.padding import response_from_nested
 
 from opd_recipes.advantage import divergence_for_advantage
-from opd_recipes.check import check_run
+from opd_recipes.check import check_run, updates_once
 from opd_recipes.dataset import ROW_NUMBER
 from opd_recipes.head_engine import view_columns
 from opd_recipes.loss import MOMENTS, pearson
 from opd_recipes.rollout import FEATURE_COLUMN, TEACHER_TOKENS
 from opd_recipes.selection import FEATURES, Candidates, captured_utility
-from opd_recipes.verl_compat import LiteralSync
-from opd_recipes.worker import OpdActorRolloutRefWorker
+from opd_recipes.trace import Tracer
+from opd_recipes.verl_compat import LiteralMode, warnings_only
+from opd_recipes.worker import OpdActorRolloutRefWorker, OpdDetachActorWorker
 
 #: The columns that every update reads. The others (raw prompts, rewards, ...) stay in the queue.
 UPDATE_COLUMNS = [
@@ -53,13 +60,16 @@ _Trainer: Any = PPOTrainer if TYPE_CHECKING else object
 class OpdTrainerMixin(_Trainer):
     """What every trainer mode shares: the worker class, and the shape of a step."""
 
+    worker_class: type = OpdActorRolloutRefWorker
+
     def __init__(self, config):
         self.recipe = check_run(config)
         super().__init__(config)
         self.replay_buffer.poll_interval = self.recipe.poll_interval
-        actor = config.actor_rollout_ref.actor
-        #: With one update per batch the policy that trains is the one that sampled: no old log-probs are needed.
-        self.single_update = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+        self._tracer: Tracer | None = None
+        #: With one update per batch no old log-probs are needed: the importance weight compares the policy that trains with
+        #: the rollout's own log-probs, by whichever older weights each token was sampled.
+        self.single_update = updates_once(config)
         if "mean_entropy" in self.recipe.selection.needs:
             from opd_recipes import entropy_server
 
@@ -69,7 +79,7 @@ class OpdTrainerMixin(_Trainer):
         super()._init_resource_pool_mgr()
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(OpdActorRolloutRefWorker)
+                self.role_worker_mapping[role] = ray.remote(self.worker_class)
 
     def _init_dataloader(self):
         super()._init_dataloader()
@@ -262,6 +272,38 @@ def _in_order(data: Any) -> list[int]:
 
 
 class OpdTrainerSync(OpdTrainerMixin, PPOTrainerSync):
-    """``trainer.v1.trainer_mode=opd_sync``: rollout, update and weight sync take turns on the same devices."""
+    """``opd_sync``: rollout, update and weight sync take turns on the same devices."""
 
-    trainer_mode = LiteralSync()
+    trainer_mode = LiteralMode("sync")
+
+    def on_validate_end(self):
+        super().on_validate_end()
+        if self.recipe.trace["rows"]:
+            if self._tracer is None:
+                self._tracer = Tracer(self, self.recipe.trace["folder"], self.recipe.trace["rows"])
+            self._tracer.write(self.global_steps)
+
+
+class OpdTrainerColocateAsync(OpdTrainerMixin, PPOTrainerColocateAsync):
+    """``opd_colocate_async``: the same devices, but an update starts when enough rollouts are there; the others go on with
+    the new weights."""
+
+    trainer_mode = LiteralMode("colocate_async")
+
+
+class OpdTrainerSeparateAsync(OpdTrainerMixin, PPOTrainerSeparateAsync):
+    """``opd_separate_async``: rollouts on devices of their own, while the actor trains."""
+
+    trainer_mode = LiteralMode("separate_async")
+    worker_class = OpdDetachActorWorker
+
+    def _setup(self):
+        with warnings_only(trainer_separate_async.logger):
+            super()._setup()
+
+
+TRAINERS = {
+    "opd_sync": OpdTrainerSync,
+    "opd_colocate_async": OpdTrainerColocateAsync,
+    "opd_separate_async": OpdTrainerSeparateAsync,
+}

@@ -6,6 +6,7 @@ Tested with the release in :data:`TESTED_VERL`. Moving to another release means 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -101,11 +102,31 @@ def start_process_group() -> None:
         torch.distributed.init_process_group(backend="cpu:gloo")
 
 
-class LiteralSync:
-    """A trainer's ``trainer_mode``: verl compares it to the literal ``sync`` in many places, whatever name it registered."""
+@contextmanager
+def warnings_only(logger: logging.Logger) -> Iterator[None]:
+    """Without what a logger says below a warning: verl's separate_async trainer passes ``flush=True`` to one such message,
+    which ``logging`` does not know, so without hybrid replicas it would not start."""
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class LiteralMode:
+    """A trainer's ``trainer_mode``: verl compares it to the literals of its own modes, and looks for the mode's settings
+    (``trainer.v1.<mode>``) under it, whatever name the trainer was registered by.
+
+    Args:
+        mode: verl's own, ``sync``, ``colocate_async`` or ``separate_async``.
+    """
+
+    def __init__(self, mode: str):
+        self.mode = mode
 
     def __get__(self, trainer: Any, owner: type | None = None) -> str:
-        return "sync"
+        return self.mode
 
     def __set__(self, trainer: Any, value: str) -> None:
         pass

@@ -6,6 +6,7 @@ import json
 import os
 
 import torch.distributed as dist
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.memory_utils import aggressive_empty_cache
@@ -64,6 +65,11 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
     def compute_log_prob(self, data):
         return super().compute_log_prob(with_row_major_positions(data))
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def trace(self, data):
+        with self.actor.engine.eval_mode():
+            return self.actor.engine.trace(with_row_major_positions(data))
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
@@ -93,7 +99,7 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
             raise FileNotFoundError(
                 f"{local_path} has no '{TEACHER_FOLDER}' folder: it was not written by this trainer. Resuming from it would "
                 "restart the teacher from the base model. To start a new run from these weights, merge them into a Hugging "
-                "Face folder (python -m verl.model_merger) and set actor_rollout_ref.model.path and trainer.resume_mode=disable"
+                "Face folder (opd_recipes export) and set actor_rollout_ref.model.path and trainer.resume_mode=disable"
             )
         with open(self._state_file(local_path)) as file:
             state = json.load(file)
@@ -101,12 +107,16 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
             raise RecipeError(
                 f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: its "
                 "weights are not those that this teacher would have. Resume with the teacher of that run, or start a new "
-                "run from these weights (python -m verl.model_merger, trainer.resume_mode=disable)"
+                "run from these weights (opd_recipes export, trainer.resume_mode=disable)"
             )
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
         self.actor.engine.finite_steps = state["finite_steps"]
         self.actor.engine.skipped_steps = state["skipped_steps"]
+
+
+class OpdDetachActorWorker(OpdActorRolloutRefWorker, DetachActorWorker):
+    """The same where rollouts have devices of their own: verl's part keeps the weights that a batch was sampled with."""
 
 
 def with_row_major_positions(data):

@@ -107,6 +107,41 @@ def test_loss_equals_a_float64_reference(rows, aggregation):
     assert 0 < out["opd/importance_capped"] < 1
 
 
+@pytest.mark.parametrize(("overrides", "chunk"), [((), 3), (("opd/weights=margin",), 512)])
+def test_a_trace_is_what_float64_models_say_of_each_token(rows, overrides, chunk):
+    negative = ["opd.views.negative=[{kind: crop, zoom: 2.0, min_size: 48}, {kind: mask_blur}]"] if overrides else []
+    student, _ = harness.engines(harness.config(*overrides, *negative, f"opd.head_chunk={chunk}"))
+    data = harness.batch(rows, temperature=0.7)
+    weights = harness.full_weights(student.module)
+    with student.eval_mode():
+        traced = student.trace(data)
+    assert all(torch.equal(w, weights[name]) for name, w in harness.full_weights(student.module).items())
+    model = load()
+    for i, row in enumerate(scored(model, model, rows)):
+        got = {key.removeprefix("trace_"): traced[key][i] for key in traced}
+        assert {len(values) for values in got.values()} == {len(row["labels"])}
+        if len(row["labels"]) == 0:
+            continue
+        p, q, negative = ((row[key].detach() / 0.7).log_softmax(-1) for key in ("student", "teacher", "negative"))
+        expected = [
+            reference.divergence(a, b, label=int(y), kind="jsd", support="student", tail="bucket", k=100, alpha=0.5)
+            for a, b, y in zip(p, q, row["labels"], strict=True)
+        ]
+        torch.testing.assert_close(got["divergence"].double(), torch.stack(expected), rtol=1e-3, atol=1e-6)
+        for name, logs in (("student", p), ("teacher", q)):
+            own = logs.gather(1, row["labels"][:, None])[:, 0]
+            torch.testing.assert_close(got[f"{name}_logp"].double(), own, rtol=1e-4, atol=1e-4)
+            entropy = -(logs.exp() * logs).sum(-1)
+            torch.testing.assert_close(got[f"{name}_entropy"].double(), entropy, rtol=1e-4, atol=1e-4)
+            top = logs.topk(5)
+            torch.testing.assert_close(got[f"{name}_top_logp"].double(), top.values, rtol=1e-4, atol=1e-4)
+            assert torch.equal(got[f"{name}_top_ids"], top.indices)
+        assert ("weight" in got) == bool(overrides)
+        if overrides:
+            margin = (q - negative).gather(1, row["labels"][:, None])[:, 0].relu()
+            torch.testing.assert_close(got["weight"].double(), margin, rtol=1e-3, atol=1e-4)
+
+
 def gradients_of(rows, *overrides, micro_tokens=4096):
     """Gradients of the update, kept from being cleared on the way out of the training mode."""
     student, _ = harness.engines(harness.config(*overrides), micro_tokens=micro_tokens)

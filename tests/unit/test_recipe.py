@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from opd_recipes.check import check_run
+from opd_recipes.check import check_run, updates_once
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 
@@ -248,6 +248,63 @@ REFUSED = [
 def test_refused(override, words):
     with pytest.raises(RecipeError, match=words):
         check_run(config(*separate(override)))
+
+
+COLOCATE = "trainer.v1.trainer_mode=opd_colocate_async"
+SEPARATE = (
+    "trainer.v1.trainer_mode=opd_separate_async actor_rollout_ref.rollout.nnodes=1 "
+    "actor_rollout_ref.rollout.n_gpus_per_node=8 actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        COLOCATE,
+        SEPARATE,
+        f"{SEPARATE} data.train_batch_size=384 actor_rollout_ref.actor.ppo_mini_batch_size=96 "
+        "trainer.v1.separate_async.parameter_sync_step=4",
+        f"{COLOCATE} opd/selection=random",
+        "+overlay=[cpu,toy,cpu_separate]",
+    ],
+)
+def test_trainer_modes(mode):
+    check_run(config(*separate(mode)))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.v1.trainer_mode=sync", "use one of opd_colocate_async, opd_separate_async, opd_sync"),
+        (f"{COLOCATE} opd.seeded_rollouts=true", "opd.seeded_rollouts=true with .* set it to false"),
+        (f"{COLOCATE} opd/selection=entropy", "opd.selection.kind=entropy with .* use opd_sync"),
+        (f"{SEPARATE} opd/selection=learned", "opd.selection.kind=learned with .* use opd_sync"),
+        (f"{SEPARATE} actor_rollout_ref.rollout.nnodes=0", "the devices for rollouts alone; set both above 0"),
+        (f"{SEPARATE} actor_rollout_ref.rollout.checkpoint_engine.backend=naive", "set nccl"),
+        (f"{SEPARATE} trainer.v1.separate_async.parameter_sync_step=4", "ppo_mini_batch_size=96 times .*step=4"),
+    ],
+)
+def test_trainer_modes_that_are_refused(override, words):
+    with pytest.raises(RecipeError, match=words):
+        check_run(config(*separate(override)))
+
+
+@pytest.mark.parametrize(
+    ("override", "once"),
+    [
+        ("opd.head_chunk=64", True),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=48", False),
+        ("actor_rollout_ref.actor.ppo_epochs=2", False),
+        (SEPARATE, True),
+        (
+            f"{SEPARATE} data.train_batch_size=192 actor_rollout_ref.actor.ppo_mini_batch_size=96 "
+            "trainer.v1.separate_async.parameter_sync_step=2",
+            True,
+        ),
+    ],
+)
+def test_whether_a_batch_is_one_update(override, once):
+    assert updates_once(config(*separate(override))) is once
 
 
 def test_seeded_rollouts_on_cpu_need_whole_prefills():

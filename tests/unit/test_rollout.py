@@ -63,7 +63,7 @@ def test_positions_behind_the_prompt_are_what_the_model_computes(more):
 
 
 def test_positions_without_mrope():
-    prompt = Prompt(torch.arange(4), torch.arange(4), {})
+    prompt = Prompt(torch.arange(4), torch.arange(4), {}, [])
     assert prompt.extended(6).tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -167,7 +167,7 @@ def test_a_hint_goes_behind_the_last_question():
 
 def test_features_of_a_row():
     def prompt(n):
-        return Prompt(torch.arange(n), torch.arange(n), {})
+        return Prompt(torch.arange(n), torch.arange(n), {}, [])
 
     views = Views(prompt(5), {"teacher": prompt(7), "negative": prompt(3)}, area_ratio=0.25)
     output = response([1, 2, 3])
@@ -213,3 +213,48 @@ def test_entropy_of_what_vllm_lists():
     expected = (math.log(2) + (0.25 * math.log(4) * 2 + 0.5 * math.log(2))) / 2
     assert mean_entropy([listed(0.5, 0.5), listed(0.25, 0.25)]) == pytest.approx(expected)
     assert mean_entropy([listed(1.0)]) == 0 and mean_entropy([]) == 0
+
+
+def test_the_loop_asks_vllm_what_verls_own_asks():
+    """Same tokens and images, without the processor running again for every rollout."""
+    from hydra.utils import instantiate
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap, _agent_loop_registry
+
+    from opd_recipes.rollout import _views
+
+    worker = harness.prompt_builder()
+    row = make_scene(random.Random(0))
+    messages = with_images(QUESTION, [worker.recipe.student_view(row.image, row.bbox)])
+    asked = []
+
+    class Server:
+        async def generate(self, **request):
+            asked.append(request)
+            return SimpleNamespace(
+                token_ids=[5, 6], log_probs=[-0.1, -0.2], routed_experts=None, num_preempted=0, extra_fields={}
+            )
+
+    async def run(name, **limits):
+        config = harness.config(*limits.values())
+        parts = {"tokenizer": worker.tokenizer, "processor": worker.processor, "dataset_cls": worker.dataset_cls}
+        loop = instantiate(
+            _agent_loop_registry[name],
+            trainer_config=DictConfigWrap(config),
+            server_manager=Server(),
+            hf_model_type="qwen3_vl",
+            data_config=DictConfigWrap(config.data),
+            **parts,
+        )
+        _views.set(Views(worker._prompt(messages), {}))
+        return await loop.run({"temperature": 1.0}, raw_prompt=messages)
+
+    outputs = [asyncio.run(run(name)) for name in ("single_turn_agent", "opd_single_turn")]
+    stock, ours = asked
+    assert ours["prompt_ids"] == stock["prompt_ids"]
+    assert [image.tobytes() for image in ours["image_data"]] == [image.tobytes() for image in stock["image_data"]]
+    assert {k: ours[k] for k in ("audio_data", "video_data", "mm_processor_kwargs")} == {
+        k: stock[k] for k in ("audio_data", "video_data", "mm_processor_kwargs")
+    }
+    assert outputs[0].prompt_ids == outputs[1].prompt_ids and outputs[0].response_ids == outputs[1].response_ids
+    with pytest.raises(ValueError, match="data.max_prompt_length=20"):
+        asyncio.run(run("opd_single_turn", limit="data.max_prompt_length=20"))

@@ -9,11 +9,12 @@ import torch
 from opd_recipes.verl_compat import (
     ENGINE_DEVICE,
     TESTED_VERL,
-    LiteralSync,
+    LiteralMode,
     engine_device,
     plane_major_positions,
     row_major_positions,
     undecorated,
+    warnings_only,
 )
 
 
@@ -143,7 +144,7 @@ def test_verl_still_publishes_decorated_classes():
 
 
 def test_verl_still_compares_with_the_literal_sync():
-    """Needed for LiteralSync."""
+    """Needed for LiteralMode."""
     import inspect
 
     from verl.trainer.ppo.v1 import trainer_base
@@ -151,11 +152,28 @@ def test_verl_still_compares_with_the_literal_sync():
     assert 'self.trainer_mode != "sync"' in inspect.getsource(trainer_base)
 
     class Trainer:
-        trainer_mode = LiteralSync()
+        trainer_mode = LiteralMode("sync")
 
     trainer = Trainer()
     trainer.trainer_mode = "opd_sync"
     assert trainer.trainer_mode == "sync"
+
+
+def test_verls_separate_trainer_still_logs_with_an_unknown_argument():
+    """Needed for warnings_only()."""
+    import inspect
+    import logging
+
+    from verl.trainer.ppo.v1 import trainer_separate_async
+
+    assert "flush=True" in inspect.getsource(trainer_separate_async.PPOTrainerSeparateAsync._setup)
+    logger = logging.getLogger("test_verl_compat")
+    logger.setLevel(logging.INFO)
+    with pytest.raises(TypeError):
+        logger.info("x", flush=True)
+    with warnings_only(logger):
+        logger.info("x", flush=True)
+    assert logger.level == logging.INFO
 
 
 def test_cpu_platform_is_registered_for_every_process():
