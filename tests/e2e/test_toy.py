@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from opd_recipes.export import export
@@ -24,11 +25,20 @@ EQUAL_LENGTHS = "data.max_response_length=1"
 @pytest.fixture(scope="module")
 def first(folder, data):
     """Three steps with equal lengths; after the second and the third a validation, a trace and a checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_DIR", str(folder / "tensorboard"))
+        patch.setenv("WANDB_DIR", str(folder))
+        patch.setenv("WANDB_MODE", "offline")
+        return train_first(folder, data)
+
+
+def train_first(folder, data):
     return Run(
         folder,
         "first",
         data,
         EQUAL_LENGTHS,
+        "trainer.logger=[console,file,tensorboard,wandb]",
         "trainer.total_training_steps=3",
         "trainer.save_freq=2",
         "trainer.test_freq=2",
@@ -52,6 +62,16 @@ def test_the_metrics_tell_what_happened(first):
         assert not [key for key in metrics if key.startswith(("critic/", "opd/moments"))]
     for view in ("student", "teacher"):
         assert 0 <= first.steps[3][f"val-core/toy@{view}/acc/mean@1"] <= 1
+
+
+def test_every_tracker_gets_the_same_names_and_values(first, folder):
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    for key in ("opd/divergence", "opd/student_mass", "actor/loss", "val-core/toy@student/acc/mean@1"):
+        told = {event.step: event.value for event in events.Scalars(key)}
+        assert told == pytest.approx({step: m[key] for step, m in first.steps.items() if key in m}, rel=1e-6)
+    (offline,) = folder.glob("wandb/offline-run-*/*.wandb")
+    assert b"opd/divergence" in offline.read_bytes()
 
 
 def test_traces_follow_the_same_rows_and_agree_with_the_run(first):
