@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from opd_recipes.lora import check_lora
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 
@@ -50,7 +51,6 @@ _CLASHES = [
     ),
     _Clash("actor_rollout_ref.rollout.name", lambda v: v != "vllm", "must be vllm"),
     _Clash("actor_rollout_ref.model.use_fused_kernels", bool, "must be false: the streamed head takes its place"),
-    _Clash("actor_rollout_ref.model.lora_rank", lambda v: (v or 0) > 0, "must be 0: LoRA is not supported yet"),
     _Clash("actor_rollout_ref.actor.use_kl_loss", bool, "must be false: the distillation loss has no KL term"),
     _Clash(
         "actor_rollout_ref.actor.fsdp_config.model_dtype",
@@ -67,6 +67,12 @@ _CLASHES = [
         "actor_rollout_ref.rollout.logprobs_mode",
         lambda v: v not in (None, "processed_logprobs"),
         "must be processed_logprobs: importance weights compare log-probs after the temperature",
+    ),
+    _Clash(
+        "trainer.max_actor_ckpt_to_keep",
+        lambda v: v == 1,
+        "must be at least 2, or null for all: verl removes the last checkpoint before the new one is complete, and a run that "
+        "dies in between would have none",
     ),
     _Clash("critic.enable", bool, "must be false: the loss has no value function"),
     _Clash("trainer.critic_warmup", lambda v: (v or 0) > 0, "must be 0: the first updates would be skipped"),
@@ -118,6 +124,7 @@ def check_run(config: Any, files: bool = True) -> Recipe:
             "opd.seeded_rollouts=true with actor_rollout_ref.rollout.enable_chunked_prefill=true: vLLM's CPU backend stops on "
             "a seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
         )
+    check_lora(config)
     _check_mode(config, recipe)
     _check_objective(config, recipe)
     _check_selection(config, recipe)

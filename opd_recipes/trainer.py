@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,7 +234,20 @@ class OpdTrainerMixin(_Trainer):
         values, mask = self._token_values(batch.select_keys(keys), "opd_utility")
         return ((values * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
 
+    def _check_space(self) -> None:
+        """Refuse to begin a checkpoint that the disk cannot hold: a part of one is of no use, and a full disk stops others."""
+        folder, step = self.config.trainer.default_local_dir, self.global_steps
+        os.makedirs(folder, exist_ok=True)
+        needed, free = sum(self.actor_rollout_wg.checkpoint_bytes()), shutil.disk_usage(folder).free
+        if needed > free:
+            raise RuntimeError(
+                f"the checkpoint of step {step} needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB left. Nothing "
+                "of it was written and earlier ones are as they were: free some space (trainer.max_actor_ckpt_to_keep=2 removes "
+                "old ones) and start the same command again, which continues from the last (trainer.resume_mode=auto)"
+            )
+
     def _save_checkpoint(self):
+        self._check_space()
         state = self.recipe.selection.state_dict()
         if state:  # before verl's part, which ends with naming the checkpoint as the latest
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")

@@ -6,6 +6,7 @@ import json
 import os
 
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
@@ -14,8 +15,10 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from opd_recipes.engine import loss_function
+from opd_recipes.lora import MEANING
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
+from opd_recipes.teacher import local
 from opd_recipes.verl_compat import engine_device, row_major_positions, start_process_group
 
 #: Inside an actor checkpoint: the teacher's shards and the step count of its rule.
@@ -76,16 +79,29 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         self.teacher.save_checkpoint(os.path.join(local_path, TEACHER_FOLDER), global_step=global_step)
         state = {
             "teacher": self._teacher_spec(),
+            "adapter": self._adapter_spec(),
             "finite_steps": self.actor.engine.finite_steps,
             "skipped_steps": self.actor.engine.skipped_steps,
         }
         with open(self._state_file(local_path), "w") as file:
             json.dump(state, file)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_bytes(self) -> int:
+        """What this rank's part of a checkpoint takes: weights of student and teacher, and Adam's two moments."""
+        trained = [p for p in self.actor.engine.module.parameters() if p.requires_grad]
+        held = [*self.actor.engine.module.parameters(), *self.teacher.module.parameters(), *trained, *trained]
+        return sum(local(p).nbytes for p in held)
+
     def _teacher_spec(self) -> dict:
         """What a resumed run must agree in; a rate may change."""
         spec = dict(self.config.opd.teacher)
         return {key: spec.get(key) for key in ("kind", "path")}
+
+    def _adapter_spec(self) -> dict | None:
+        """What the adapter's weights mean; None without LoRA."""
+        model = OmegaConf.to_container(self.config.model)
+        return {key: model[key] for key in MEANING} if model["lora_rank"] else None
 
     @staticmethod
     def _state_file(local_path: str) -> str:
@@ -108,6 +124,12 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
                 f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: its "
                 "weights are not those that this teacher would have. Resume with the teacher of that run, or start a new "
                 "run from these weights (opd_recipes export, trainer.resume_mode=disable)"
+            )
+        if state.get("adapter") != self._adapter_spec():
+            raise RecipeError(
+                f"{local_path} was written with the adapter {state.get('adapter')}, this run has {self._adapter_spec()} "
+                "(actor_rollout_ref.model): its weights would mean something else. Resume with the settings of that run, or "
+                "start a new run from its merged weights (opd_recipes export, trainer.resume_mode=disable)"
             )
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)

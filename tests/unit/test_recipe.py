@@ -134,6 +134,7 @@ def test_overlays_make_valid_recipes(overlay):
 NEGATIVE = "opd/weights=margin opd.views.negative=[{kind:crop},{kind:mask_box}]"
 
 REFUSED = [
+    ("trainer.max_actor_ckpt_to_keep=1", "must be at least 2, or null"),
     ("opd.views.student=[{kind: blur}]", "opd.views.student: unknown value .blur.; known: provided, blank, crop"),
     ("opd.views.student=[{kind: provided}]", "use original or redbox"),
     ("opd.views.teacher=[{kind: crop, zoom: two}]", "opd.views.teacher.zoom: expected float"),

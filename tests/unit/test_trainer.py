@@ -162,3 +162,14 @@ def test_without_the_selectors_file_a_learned_run_does_not_resume(trainer, monke
     made.recipe = Recipe.load(harness.config("opd/selection=random").opd)
     with pytest.raises(ValueError, match="holds a selector"):
         made._load_checkpoint()
+
+
+def test_a_checkpoint_is_not_begun_on_a_disk_that_cannot_hold_it(trainer, tmp_path, monkeypatch):
+    made = trainer(f"trainer.default_local_dir={tmp_path}/checkpoints")
+    made.actor_rollout_wg.checkpoint_bytes = lambda: [6_000_000_000, 5_000_000_000]
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_999_999_999))
+    with pytest.raises(RuntimeError, match=r"step 3 needs 11.0 GB, but .*checkpoints has 11.0 GB left"):
+        made._save_checkpoint()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=11_000_000_000))
+    made._check_space()
