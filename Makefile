@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-unit test-e2e lint format results study constraints clean
+.PHONY: install demo test test-unit test-e2e lint format results study benchmarks constraints clean
 
 install: $(STAMP)
 
@@ -53,6 +53,11 @@ results: $(STAMP)
 JOBS ?= 1
 study: $(STAMP)
 	$(BIN)/opd_recipes study --jobs $(JOBS) --publish docs/results
+
+# Memory and time against the plain way, and what a start and a step are made of: a quarter of an hour on an idle machine.
+benchmarks: $(STAMP)
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.startup
 
 # After changing a version in setup.cfg: install without constraints, test, then write them anew.
 constraints:

@@ -231,11 +231,24 @@ class Divergence:
             The divergence (N,), and the share of each model's mass on the kept ids (N,), without gradient.
         """
         log_p, log_q = _log_probs(student), _log_probs(teacher.detach())
-        with torch.no_grad():
-            ids = self._support(student.detach(), teacher, labels, min(self.topk, student.shape[-1]))
+        ids = self.ids(student, teacher, labels)
         if ids is None:
             one = torch.ones_like(log_p[:, 0]).detach()
             return self._kind(log_p, log_q), {"student_mass": one, "teacher_mass": one}
+        return self.compare(log_p, log_q, ids)
+
+    @torch.no_grad()
+    def ids(self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
+        """The ids that are compared, from logits or log-probabilities (N, V) and labels (N,); None: all."""
+        return self._support(student, teacher, labels, min(self.topk, student.shape[-1]))
+
+    def compare(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """:meth:`__call__` from log-probabilities (N, V) and the kept ids (N, K).
+
+        The outcomes that are not kept may stand for several ids each: only the sum of their probabilities matters.
+        """
         student_mass, teacher_mass = (_kept(x.detach(), ids).exp().sum(-1) for x in (log_p, log_q))
         mass = {"student_mass": student_mass, "teacher_mass": teacher_mass}
         return self._kind(self._tail(log_p, ids), self._tail(log_q, ids)), mass

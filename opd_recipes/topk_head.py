@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from opd_recipes.divergence import Divergence, utility
+from opd_recipes.divergence import MIN_LOG_PROB, NO_ID, Divergence, utility
+from opd_recipes.head_gradients import ChunkLinear, Collect, GradientSum, LogProbs, divided, named
 
 #: What a request returns for N positions: named tensors of shape (N,) or (N, D).
 HeadOutput = dict[str, torch.Tensor]
@@ -114,10 +115,11 @@ class TeacherStates:
         """
         size = len(student_weight)
         logits = F.linear(self.hidden[rows], self.weight[:size]).float()
-        logits = F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+        if logits.shape[-1] < size:
+            logits = F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
         if self.live is None:
             return logits
-        return logits.lerp(F.linear(self.live[rows], student_weight).float(), self.live_share)
+        return logits.lerp_(F.linear(self.live[rows], student_weight).float(), self.live_share)
 
 
 class ScoreRequest:
@@ -157,40 +159,78 @@ class ScoreRequest:
         hidden = hidden.flatten(0, -2)[self.index]
         if len(self.index) == 0:
             return self._empty(hidden, weight)
-        gradient = None if weight.dtype == torch.float32 else _GradientSum()
-        if gradient is not None:
-            weight = _Collect.apply(weight, gradient)
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):  # as F.linear would: what follows has a backward of its own
+            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+        gradient = GradientSum()
+        weight = Collect.apply(weight, gradient)
+        score = self._score_whole if self.divergence is not None and self.divergence.full else self._score
         parts = []
-        for start in range(0, len(self.index), self.chunk):
-            rows = slice(start, start + self.chunk)
-            # Recomputing a chunk in backward is what keeps its logits from being stored.
-            parts.append(checkpoint(self._score, hidden[rows], weight, rows, gradient, use_reentrant=False))
+        for number, states in enumerate(hidden.split(self.chunk)):
+            rows = slice(number * self.chunk, number * self.chunk + len(states))
+            parts.append(score(states, weight, rows, gradient))
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
-    def _score(
-        self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: _GradientSum | None
+    def _score(self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: GradientSum) -> HeadOutput:
+        """One chunk. What has a gradient is (n, 1 + K + 1): the label, the kept ids, all others together."""
+        labels = self.labels[rows]
+        ids, of_teacher, out = labels[:, None], None, {}
+        with torch.no_grad():
+            log_p, total = self._log_probs(F.linear(hidden, weight), labels)
+            if self.teacher is not None and self.divergence is not None:
+                log_q, _ = self._log_probs(self.teacher.logits(rows, weight), labels)
+                ids = self.divergence.ids(log_p, log_q, labels)
+                assert ids is not None, "a divergence over all ids is compared whole"
+                out = self._of_teacher(log_p, log_q, labels)
+                of_teacher, out["teacher_entropy"] = _reduced(log_q, ids)
+            of_student, out["entropy"] = _reduced(log_p, ids)
+            of_student = torch.cat([log_p.gather(-1, labels[:, None]), of_student], dim=-1)
+            log_p = log_q = None  # the next chunk's take their place
+        of_student = LogProbs.apply(hidden, weight, labels, ids, of_student, total, self.temperature, gradient)
+        out["log_probs"] = of_student[:, 0]
+        if self.divergence is not None and of_teacher is not None:
+            out["divergence"], mass = self.divergence.compare(of_student[:, 1:], of_teacher, _places(ids))
+            out |= mass
+        return out
+
+    def _score_whole(
+        self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: GradientSum
+    ) -> HeadOutput:
+        """One chunk of a divergence over the whole vocabulary, all of which is recomputed in backward."""
+        return checkpoint(self._compare_whole, hidden, weight, rows, gradient, use_reentrant=False)
+
+    def _compare_whole(
+        self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice, gradient: GradientSum
     ) -> HeadOutput:
         # What has a gradient comes first: the recomputation in backward ends where nothing more is needed for it.
-        logits, labels = self._logits(hidden, weight, gradient), self.labels[rows]
+        labels = self.labels[rows]
+        logits = ChunkLinear.apply(hidden, weight, gradient).float() / self.temperature
         out = {"log_probs": _label_log_probs(logits, labels)}
-        teacher_logits = None
         if self.teacher is not None and self.divergence is not None:
             with torch.no_grad():
                 teacher_logits = self.teacher.logits(rows, weight) / self.temperature
             out["divergence"], mass = self.divergence(logits, teacher_logits, labels)
             out |= mass
+            with torch.no_grad():
+                log_q = _floored(teacher_logits)
+                out |= self._of_teacher(_floored(logits), log_q, labels) | {"teacher_entropy": _entropy(log_q)}
         with torch.no_grad():
-            out["entropy"] = _entropy(logits)
-            if teacher_logits is not None:
-                out["teacher_log_probs"] = _label_log_probs(teacher_logits, labels)
-                out["teacher_entropy"] = _entropy(teacher_logits)
-                if self.utility_topk is not None:
-                    out["utility"] = utility(logits, teacher_logits, self.utility_topk)
+            out["entropy"] = _entropy(_floored(logits))
         return out
 
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum | None = None) -> torch.Tensor:
-        product = F.linear(hidden, weight) if gradient is None else _ChunkLinear.apply(hidden, weight, gradient)
-        return product.float() / self.temperature
+    def _log_probs(self, product: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the head's output, which may be overwritten: log-probabilities (n, V), and logsumexp of the logits (n, 1)."""
+        logits = divided(product, self.temperature)
+        log_probs = logits.log_softmax(-1)
+        total = logits.gather(-1, labels[:, None]) - log_probs.gather(-1, labels[:, None])
+        return log_probs.clamp_(min=MIN_LOG_PROB), total
+
+    def _of_teacher(self, log_p: torch.Tensor, log_q: torch.Tensor, labels: torch.Tensor) -> HeadOutput:
+        """What the loss reports and the selection learns from, of log-probabilities (n, V); without gradient."""
+        out = {"teacher_log_probs": log_q.gather(-1, labels[:, None]).squeeze(-1)}
+        if self.utility_topk is not None:
+            out["utility"] = utility(log_p, log_q, self.utility_topk)
+        return out
 
     def _empty(self, hidden: torch.Tensor, weight: torch.Tensor) -> HeadOutput:
         """No position at all (every response is empty): zeros that stay in the graph, so that FSDP can run backward."""
@@ -202,49 +242,32 @@ class ScoreRequest:
         return dict.fromkeys(keys, zero.float())
 
 
-class _GradientSum:
-    """The head's weight gradient, added up over chunks in fp32: in bf16 each addition would round to 8 bits."""
-
-    total: torch.Tensor | None = None
-
-    def add(self, part: torch.Tensor) -> None:
-        self.total = part.float() if self.total is None else self.total.add_(part)
+def _places(ids: torch.Tensor) -> torch.Tensor:
+    """Where :func:`_reduced` has put the ids, (n, K)."""
+    return torch.where(ids == NO_ID, NO_ID, torch.arange(ids.shape[-1], device=ids.device))
 
 
-class _Collect(torch.autograd.Function):
-    """The weight itself; its gradient is the sum that the chunks have made, which exists once all of them have run."""
+def _reduced(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K + 1 outcomes: log-probabilities of the ids and of all others together; and the entropy over the whole vocabulary.
 
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor, gradient: _GradientSum) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.gradient, ctx.dtype = gradient, weight.dtype
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, _):
-        total, ctx.gradient.total = ctx.gradient.total, None
-        return None if total is None else total.to(ctx.dtype), None
-
-
-class _ChunkLinear(torch.autograd.Function):
-    """``F.linear`` whose weight gradient goes to a :class:`_GradientSum`."""
-
-    @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, gradient: _GradientSum) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.gradient = gradient
-        return F.linear(hidden, weight)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        hidden, weight = ctx.saved_tensors
-        ctx.gradient.add(grad.T @ hidden)
-        return grad @ weight, None, None
+    Shapes: (n, V), (n, K) -> (n, K + 1), (n,). The others are summed, not what is left of 1: their sum keeps its digits.
+    """
+    places = named(ids)
+    kept = log_probs.gather(-1, places)
+    probs = log_probs.exp().scatter_(-1, places, 0.0)
+    others = probs.sum(-1, keepdim=True).log().clamp(min=MIN_LOG_PROB)
+    own = (kept.exp() * kept).masked_fill(ids == NO_ID, 0.0)
+    entropy = -(probs.mul_(log_probs).sum(-1) + own.sum(-1))
+    return torch.cat([kept.masked_fill(ids == NO_ID, MIN_LOG_PROB), others], dim=-1), entropy
 
 
 def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, labels[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
 
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    return torch.special.entr(logits.softmax(-1)).sum(-1)
+def _floored(logits: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).clamp_(min=MIN_LOG_PROB)
+
+
+def _entropy(log_probs: torch.Tensor) -> torch.Tensor:
+    return -log_probs.exp().mul_(log_probs).sum(-1)

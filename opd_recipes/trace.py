@@ -77,8 +77,9 @@ class Tracer:
         columns = [PREFIX + name for name in (*COLUMNS, *([WEIGHT] if self.trainer.recipe.weights.contrast else []))]
         fields = [ROW_NUMBER, "responses", "rm_scores", *columns]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-        for i in range(len(keys)):
-            number = int(data[ROW_NUMBER][i])
+        numbers = [int(number) for number in data[ROW_NUMBER]]
+        for i in sorted(range(len(keys)), key=numbers.__getitem__):
+            number = numbers[i]
             example = next(e for e in self.examples if int(e[ROW_NUMBER]) == number)
             ids = data["responses"][i].tolist()
             traced = {name.removeprefix(PREFIX): data[name][i].tolist() for name in columns}

@@ -36,10 +36,26 @@ def rows():
     return with_rollout_log_probs(harness.rows(RESPONSES, sizes=SIZES))
 
 
-def load():
+def load(path=harness.BASE):
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(harness.BASE, dtype=torch.float64, attn_implementation="eager")
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """The base model with a head of its own, which has more rows than the tokenizer has ids."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("untied")
+    shutil.copytree(harness.BASE, folder, dirs_exist_ok=True)
+    model = load().float()
+    torch.manual_seed(0)
+    model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 0.02 * torch.randn(336, 128))
+    model.resize_token_embeddings(352)
+    model.save_pretrained(folder)
+    return folder
 
 
 def response_logits(model, ids, positions, inputs, length):
@@ -118,7 +134,7 @@ def test_a_trace_is_what_float64_models_say_of_each_token(rows, overrides, chunk
     assert all(torch.equal(w, weights[name]) for name, w in harness.full_weights(student.module).items())
     model = load()
     for i, row in enumerate(scored(model, model, rows)):
-        got = {key.removeprefix("trace_"): traced[key][i] for key in traced}
+        got = {key.removeprefix("trace_"): traced[key][i] for key in list(traced.keys())}
         assert {len(values) for values in got.values()} == {len(row["labels"])}
         if len(row["labels"]) == 0:
             continue
@@ -169,6 +185,24 @@ def test_gradient_equals_a_float64_reference(rows):
         )
 
 
+UNTIED = "actor_rollout_ref.model.path={}"
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+
+
+def test_gradient_of_an_untied_padded_head_under_gradient_checkpointing(rows, untied):
+    ours, out = gradients_of(rows, UNTIED.format(untied), CHECKPOINTING)
+    model, teacher = load(untied), load(untied)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight and len(model.lm_head.weight) == 352
+    expected = reference.loss(scored(model, teacher, rows))
+    expected.backward()
+    assert out["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == exact.keys() and "lm_head.weight" in ours
+    scale = max(g.abs().max().item() for g in exact.values())
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad.double(), exact[name], atol=2e-5 * scale, rtol=2e-3)
+
+
 def test_gradient_does_not_depend_on_micro_batches_or_chunks(rows):
     whole, out = gradients_of(rows)
     for overrides, micro_tokens in (([], 64), ([], 120), (["opd.head_chunk=3"], 4096), (["opd.head_chunk=1"], 64)):
@@ -184,10 +218,11 @@ MARGIN = ["opd/weights=margin", "opd.views.negative=[{kind: noise}]", "opd.objec
 
 @pytest.mark.parametrize(
     ("reshard", "recipe"),
-    [("true", []), ("false", []), ("true", [*MARGIN, "opd.weights.normaliser=weight_sum"])],
-    ids=["resharded", "gathered", "margin"],
+    [("true", []), ("false", [UNTIED, CHECKPOINTING]), ("true", [*MARGIN, "opd.weights.normaliser=weight_sum"])],
+    ids=["resharded", "gathered-untied-checkpointing", "margin"],
 )
-def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, tmp_path, reshard, recipe):
+def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, untied, tmp_path, reshard, recipe):
+    recipe = [override.format(untied) if override == UNTIED else override for override in recipe]
     single, out = gradients_of(rows, *recipe)
     scale = max(g.abs().max().item() for g in single.values())
     torch.save(rows, tmp_path / "rows.pt")

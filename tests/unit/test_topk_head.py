@@ -108,6 +108,82 @@ def test_bf16_head_under_repeated_backward_passes():
     torch.testing.assert_close(twice, 2 * once, rtol=1e-2, atol=1e-3)
 
 
+DIVERGENCES = [
+    ("jsd", "student", "bucket"),
+    ("jsd", "union", "bucket"),
+    ("jsd", "union", "renormalise"),
+    ("jsd", "full", "none"),
+    ("forward_kl", "teacher", "bucket"),
+    ("reverse_kl", "student", "renormalise"),
+    ("bc_reverse_kl", "teacher", "none"),
+]
+
+
+@pytest.mark.parametrize(("kind", "support", "tail"), DIVERGENCES)
+@pytest.mark.parametrize("chunk", [4, 256])
+def test_gradient_of_every_kind_of_divergence(kind, support, tail, chunk):
+    """Through the ids that are kept, the sum of all others and the label, which is a kept id in some rows only."""
+    out, hidden_grad, weight_grad = streamed(chunk, 0.7, Divergence(kind, support, tail, K))
+    hidden, linear, index, labels, teacher = setup()
+    hidden = hidden.double().requires_grad_()
+    weight = linear.weight.detach().double().requires_grad_()
+    logits = (hidden @ weight.T).flatten(0, 1)[index] / 0.7
+    other = teacher[0].double() @ teacher[1].double().T / 0.7
+    rows = zip(logits, other, strict=True)
+    expected = torch.stack([reference.divergence(p, q, kind, support=support, tail=tail, k=K) for p, q in rows])
+    torch.testing.assert_close(out["divergence"].double(), expected, atol=1e-5, rtol=1e-4)
+    log_probs = logits.log_softmax(-1).gather(1, labels[:, None])
+    ((expected * torch.arange(1, 10)).sum() + log_probs.sum()).backward()
+    torch.testing.assert_close(hidden_grad.double(), hidden.grad, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(weight_grad.double(), weight.grad, atol=1e-4, rtol=1e-3)
+    kept = logits.detach().topk(K).indices
+    assert {bool(label in ids) for label, ids in zip(labels, kept, strict=True)} == {True, False}
+
+
+def test_all_ids_kept_leave_nothing_to_the_others():
+    """K beyond the vocabulary: the sum over no ids is 0, and neither it nor its gradient is NaN."""
+    out, hidden_grad, _ = streamed(4, divergence=Divergence("jsd", "student", "bucket", 2 * V))
+    whole, whole_hidden_grad, _ = streamed(4, divergence=Divergence("jsd", "full", "none", 1))
+    torch.testing.assert_close(out["divergence"], whole["divergence"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(hidden_grad, whole_hidden_grad, atol=1e-4, rtol=1e-3)
+
+
+def test_padding_of_the_vocabulary_is_part_of_the_formula():
+    """A head may have more rows than the tokenizer has ids: their logits count in the sum, and no id of theirs is a label."""
+    hidden, linear, index, labels, (states, weight) = setup()
+    padded = nn.Linear(D, V + 11, bias=False)
+    with torch.no_grad():
+        padded.weight.copy_(torch.cat([linear.weight, torch.zeros(11, D)]))
+    other = torch.cat([weight, torch.zeros(11, D)])
+    head, divergence = StreamedHead(padded), Divergence("jsd", "student", "bucket", K)
+    with head.serving(ScoreRequest(index, labels, teacher=TeacherStates(states, other), divergence=divergence)):
+        out = head(hidden)
+    out["divergence"].sum().backward()
+    exact = padded.weight.detach().double().requires_grad_()
+    ours, theirs = hidden.double().flatten(0, 1)[index] @ exact.T, states.double() @ other.double().T
+    expected = torch.stack([reference.divergence(p, q, k=K) for p, q in zip(ours, theirs, strict=True)])
+    expected.sum().backward()
+    torch.testing.assert_close(out["divergence"].double(), expected.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(head.weight.grad.double(), exact.grad, atol=1e-4, rtol=1e-3)
+    assert (head.weight.grad[V:] != 0).any()
+
+
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_weights():
+    hidden, linear, index, labels, _ = setup()
+    head = StreamedHead(linear)
+    with torch.autocast("cpu", dtype=torch.bfloat16), head.serving(ScoreRequest(index, labels, chunk=4)):
+        out = head(hidden.requires_grad_())
+    out["log_probs"].sum().backward()
+    states, weight = hidden.detach().bfloat16(), linear.weight.detach().bfloat16()
+    logits = (states.flatten(0, 1)[index] @ weight.T).float()
+    torch.testing.assert_close(out["log_probs"], logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    exact = linear.weight.detach().double().requires_grad_()
+    log_probs = (hidden.detach().double().flatten(0, 1)[index] @ exact.T).log_softmax(-1)
+    log_probs.gather(1, labels[:, None]).sum().backward()
+    assert head.weight.grad.dtype == hidden.grad.dtype == torch.float32
+    assert (head.weight.grad - exact.grad).norm() / exact.grad.norm() < 2e-2
+
+
 def test_positions_that_are_not_asked_for_get_no_gradient():
     _, hidden_grad, _ = streamed(4)
     asked = setup()[2]

@@ -1,0 +1,135 @@
+"""The benchmarks' plain side computes what ours does, and the report says what was measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import engines, growth, head, report
+from benchmarks.head import Size
+from benchmarks.measure import alternate, peak_memory, ratios, spread
+from tests import reference
+from tests.unit.test_engine import process_group  # noqa: F401  puts back what verl replaces in transformers
+
+SMALL = Size(vocabulary=53, prompt=12, response=9, hidden=16, topk=7, chunk=4)
+
+
+def test_the_plain_head_gives_the_loss_and_gradients_of_ours():
+    given = head.inputs(SMALL)
+    found = {}
+    for side, run in head.SIDES.items():
+        head.fresh(given)
+        found[side] = [run(SMALL, given), given["hidden"].grad, given["weight"].grad]
+    for plain, ours in zip(found["plain"], found["ours"], strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-4)
+
+
+def test_the_plain_head_gives_the_loss_of_the_formula():
+    given = head.inputs(SMALL)
+    index, weights = given["index"], (given["weight"].double(), given["teacher_weight"].double())
+    states = (given[name].double()[0][index] for name in ("hidden", "teacher_hidden"))
+    student, teacher = (x @ weight.T for x, weight in zip(states, weights, strict=True))
+    row = {"student": student.detach(), "teacher": teacher, "labels": given["labels"]}
+    row |= {"mask": torch.ones(9), "rollout": given["rollout_log_probs"].double()}
+    assert head.run_plain(SMALL, given).item() == pytest.approx(reference.loss([row], k=7).item(), rel=1e-4)
+
+
+def test_only_the_plain_head_grows_with_the_prompt():
+    """4 KiB of logits per position, 8192 prompt tokens: 32 MiB for each copy that the plain way makes."""
+    size = Size(vocabulary=1024, prompt=8192, response=16, hidden=8, topk=7, chunk=8)
+    peaks = {side: head.measure_peak({"side": side, **vars(size)})["bytes"] for side in head.SIDES}
+    assert peaks["plain"] > 3 * 32 * 2**20
+    assert peaks["ours"] < 16 * 2**20
+
+
+def test_the_plain_update_has_the_loss_of_the_engines(tmp_path):
+    rows = engines.Rows(count=2, image=(4, 6), teacher_image=(2, 3), response=8, micro_rows=1)
+    model = engines.make_model(tmp_path, engines.Shape(512, 64, 128, 2, 2, 1, vision_hidden=32, vision_depth=2))
+    batch = engines.make_rows(rows)
+    ours, plain = engines.ours(model, rows)(batch), engines.plain_update(model, rows)(batch)
+    assert plain > 0
+    assert ours["loss"] == pytest.approx(plain, rel=1e-3)
+
+
+def test_peak_memory_is_what_was_alive_at_once():
+    megabyte = 2**20
+    with peak_memory("cpu") as peak:
+        for _ in range(3):
+            block = torch.ones(64 * megabyte // 4)
+            del block
+    assert 60 * megabyte < peak.bytes < 100 * megabyte
+
+
+def test_sides_take_turns_after_one_unmeasured_run():
+    calls = []
+    seconds = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
+    assert "".join(calls) == "ab" * 3
+    assert [len(seconds[side]) for side in "ab"] == [2, 2]
+
+
+def test_spread_of_neighbouring_ratios():
+    found = spread(ratios([4.0, 9.0, 2.0], [2.0, 3.0, 2.0]))
+    assert found == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 3.0, 1.0]}
+
+
+def test_slope_of_a_power_law():
+    assert growth.slope([1, 2, 8], [5, 5 * 2**1.5, 5 * 8**1.5]) == pytest.approx(1.5)
+    assert growth.slope([1, 2, 4], [3, 3, 3]) == 0
+
+
+def test_what_does_not_fit_is_halved_in_proportion(monkeypatch, capsys):
+    monkeypatch.setattr(command, "available", lambda device: 2**30)
+    size = Size(vocabulary=150_000, prompt=4096, response=1024, hidden=16)
+    smaller = command.fitting(size, "cpu")
+    assert smaller == replace(size, prompt=256, response=64)
+    assert "256 + 64 tokens instead" in capsys.readouterr().err
+
+
+RESULTS = {
+    "head_memory_ratio": {
+        "vocabularies": {
+            "151936": {
+                "median": 20.0,
+                "low": 20.0,
+                "high": 20.0,
+                "values": [20.0],
+                "bytes": {"plain": 2**34, "ours": 2**29},
+                "inputs": {"vocabulary": 151936, "prompt": 4096, "response": 1024, "hidden": 256, "dtype": "float32"},
+            }
+        },
+    },
+    "bas25_update_fraction": {
+        "median": 0.4,
+        "low": 0.3,
+        "high": 0.5,
+        "values": [0.4, 0.3, 0.5],
+        "shares": {"0.1": {"median": 0.2, "low": 0.1, "high": 0.3}, "0.25": {}},
+    },
+}
+
+
+def test_table_names_what_was_missed():
+    lines = report.table(RESULTS).splitlines()
+    assert (
+        "| peak memory of head and loss, plain / ours, vocabulary 151,936 | 20.00 | one reading | >= 10.0 |  |" in lines
+    )
+    assert "| update of 25% of the rows / of all rows | 0.40 | 0.30 to 0.50 | <= 0.35 | missed |" in lines
+    assert "| update of 10% of the rows / of all rows | 0.20 | 0.10 to 0.30 | | |" in lines
+
+
+def test_the_command_writes_results_and_page(tmp_path, monkeypatch, capsys):
+    def here(side, size):
+        return head.measure_peak({"side": side, **vars(size)})["bytes"] + 1
+
+    monkeypatch.setattr(head, "peak", here)
+    arguments = ["benchmarks", "--quick", "--only", "head", "growth", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", arguments)
+    command.main()
+    found = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert {"date", "command", "machine", "versions"} < found.keys()
+    assert found["head_time_ratio"]["inputs"]["prompt"] == 32
+    assert found["growth"]["slopes"].keys() == {"response", "vocabulary", "topk"}
+    assert "mean nothing" in capsys.readouterr().out
+    assert (tmp_path / "benchmarks.md").read_text().startswith("# Benchmarks")
