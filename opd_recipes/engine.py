@@ -3,7 +3,8 @@
 One update of a mini-batch is: the teacher's forward over its own prompts, which keeps only the final hidden states at
 response positions; then the student's forward and backward, in whose head the two are compared chunk by chunk; then the
 optimizer step and the teacher's rule. Student and teacher are cut into micro-batches each by its own token counts, and
-the activations of one are gone before the other runs. Nothing of size tokens x vocabulary or tokens x K is ever stored.
+the activations of one are gone before the other runs. Nothing of size tokens x vocabulary is ever stored; what
+is of size tokens x K lives from the student's forward to its backward, on the rank that made it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from verl.utils.device import get_device_id
 from verl.utils.metric.utils import AggregationType, Metric
 from verl.workers.engine.base import EngineRegistry
 
+from opd_recipes.adapter_teacher import AdapterTeacher
 from opd_recipes.head_engine import (
     VIEW_COLUMNS,
     HeadEngine,
@@ -34,7 +36,6 @@ from opd_recipes.head_engine import (
 )
 from opd_recipes.loss import Normaliser, distill_loss
 from opd_recipes.recipe import Recipe
-from opd_recipes.teacher import follow
 from opd_recipes.topk_head import HeadOutput, ScoreRequest, TeacherStates
 from opd_recipes.trace_tokens import WEIGHT, answer_columns, token_columns
 from opd_recipes.verl_compat import ENGINE_DEVICE
@@ -45,11 +46,12 @@ class StudentEngine(HeadEngine):
     """The model that is trained. :meth:`attach` gives it its recipe, and the recipe's teacher beside it."""
 
     recipe: Recipe
-    teacher: TeacherEngine
+    teacher: TeacherEngine | AdapterTeacher
 
     def attach(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.teacher = TeacherEngine.beside(self, recipe.teacher.path)
+        shares = self._is_lora and recipe.teacher.path is None
+        self.teacher = AdapterTeacher(self) if shares else TeacherEngine.beside(self, recipe.teacher.path)
         self.finite_steps = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
@@ -161,8 +163,7 @@ class StudentEngine(HeadEngine):
         if math.isfinite(metrics["grad_norm"]):
             self.finite_steps += 1
             self.skipped_in_a_row = 0
-            with self.teacher.eval_mode():
-                follow(self.recipe.teacher.rule, self.teacher.module, self.module, self.finite_steps)
+            self.teacher.follow(self.recipe.teacher.rule, self, self.finite_steps)
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1

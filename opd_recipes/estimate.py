@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opd_recipes.lora import count_adapter
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
 
@@ -57,7 +58,8 @@ class Estimate:
     """Bytes on each GPU.
 
     Args:
-        parameters: Of the student.
+        parameters: Of the student, an adapter's included.
+        trained: Of these, what is trained: all, or an adapter.
         devices: GPUs of the run.
         update: Parts of the update, by name.
         rollout: Parts of the rollout, by name.
@@ -68,6 +70,7 @@ class Estimate:
     """
 
     parameters: int
+    trained: int
     devices: int
     update: dict[str, int]
     rollout: dict[str, int]
@@ -200,16 +203,20 @@ def estimate(config: Any, sizes: Any, gpu_memory: int) -> Estimate:
     known = estimate_memory(config, sizes, config.data.max_prompt_length)
     if known["parameters"] is None:
         raise RecipeError("the model cannot be built from its configuration, so there is nothing to estimate from")
-    teacher, teacher_sizes = known["parameters"], sizes
+    model = config.actor_rollout_ref.model
+    adapter = count_adapter(sizes, model) if model.lora_rank else None
+    student = known["parameters"] + (adapter or 0)
+    trained = adapter or student
+    teacher, teacher_sizes = trained, sizes  # with an adapter the teacher has nothing else of its own
     if recipe.teacher.path is not None:
         teacher_sizes = model_config(config, setting="opd.teacher.path")
         teacher = count_parameters(teacher_sizes) or teacher
     rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
-    state = _state(fsdp, known["parameters"], teacher, _shards(config))
+    state = _state(fsdp, student, trained, teacher, _shards(config))
     working = {
         "activations": known["activation_bytes"],
         "head: chunks": known["head_bytes"],
-        **_gathered(config, sizes, teacher_sizes, known["parameters"]),
+        **_gathered(config, sizes, teacher_sizes, known["parameters"], adapter),
         "teacher's hidden states": _hidden_states(config, teacher_sizes, recipe),
     }
     share = int(rollout.gpu_memory_utilization * gpu_memory)
@@ -219,7 +226,8 @@ def estimate(config: Any, sizes: Any, gpu_memory: int) -> Estimate:
         state["teacher"] = 0
     vllm_weights = 2 * known["parameters"] // rollout.tensor_model_parallel_size
     return Estimate(
-        parameters=known["parameters"],
+        parameters=student,
+        trained=trained,
         devices=known["devices"],
         update={**state, **working, "reserve": int(RESERVE * sum(working.values())), **asleep},
         rollout={**resident, "vLLM": share},
@@ -230,10 +238,10 @@ def estimate(config: Any, sizes: Any, gpu_memory: int) -> Estimate:
     )
 
 
-def _state(fsdp: Any, student: int, teacher: int, shards: int) -> dict[str, int]:
+def _state(fsdp: Any, student: int, trained: int, teacher: int, shards: int) -> dict[str, int]:
     if fsdp.offload_policy:  # FSDP2's own: everything sharded stays in the host's memory
         return dict.fromkeys(("weights", "gradients", "Adam", "teacher"), 0)
-    sizes = {"weights": WEIGHTS * student, "gradients": GRADIENTS * student, "Adam": ADAM * student}
+    sizes = {"weights": WEIGHTS * student, "gradients": GRADIENTS * trained, "Adam": ADAM * trained}
     return {name: math.ceil(size / shards) for name, size in (sizes | {"teacher": TEACHER * teacher}).items()}
 
 
@@ -251,10 +259,19 @@ def _head(sizes: Any) -> int:
     return text.vocab_size * text.hidden_size
 
 
-def _gathered(config: Any, sizes: Any, teacher: Any, parameters: int) -> dict[str, int]:
-    """What is whole on each GPU while it is used: the head of both models, two layers, and the student's gradients."""
+def _gathered(config: Any, sizes: Any, teacher: Any, parameters: int, adapter: int | None) -> dict[str, int]:
+    """What is whole on each GPU while it is used: the head of both models, two layers, and the student's gradients.
+
+    With an adapter the head and the layers have no gradient, but the adapter's own parts of the layers have.
+    """
     text, width, head = sizes.get_text_config(), _width(config), _head(sizes)
     layer = (parameters - head * (1 if sizes.tie_word_embeddings else 2)) // text.num_hidden_layers
+    if adapter is not None:
+        whole = (head + _head(teacher)) * width
+        return {
+            "head: whole weights": whole,
+            "layers: whole weights": 2 * (layer + 2 * adapter // text.num_hidden_layers) * width,
+        }
     summed = 4 * head if width == 2 else 0  # topk_head adds chunks' gradients in fp32
     whole = (2 * head + _head(teacher)) * width + summed
     return {"head: whole weights": whole, "layers: whole weights": 2 * 2 * layer * width}
@@ -287,10 +304,11 @@ def text(found: Estimate) -> str:
         lines = [f"  {gib(size)}  {name}" for name, size in parts.items()]
         return [title, *lines, f"  {gib(sum(parts.values()))}  together"]
 
+    trained = "" if found.trained == found.parameters else f", {found.trained / 1e6:.1f} million of them trained,"
     verdict = "fits" if found.fits else "DOES NOT FIT"
     return "\n".join(
         [
-            f"{found.parameters / 1e9:.2f} billion parameters on {found.devices} GPUs; GiB of each (estimate):",
+            f"{found.parameters / 1e9:.2f} billion parameters{trained} on {found.devices} GPUs; GiB of each (estimate):",
             *rows("update", found.update),
             f"  (activations without gradient checkpointing: {gib(found.without_checkpointing).strip()})",
             *rows("rollout", found.rollout),

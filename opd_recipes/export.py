@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from opd_recipes.lora import DOWN, META_FILE, Scale, is_adapter, merged, plain_name
 from opd_recipes.registry import RecipeError
 
 #: The models of a checkpoint; the teacher's folder lies in the student's under this name (worker.TEACHER_FOLDER).
@@ -37,41 +38,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", type=Path, required=True, help="the folder to write; must not exist, or be empty")
     parser.add_argument("--which", choices=[STUDENT, TEACHER], default=STUDENT, help="which model (default: student)")
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="bfloat16", help="of the weights (default: bfloat16, as vLLM ran them)"
+        "--adapter", action="store_true", help="of a LoRA run: the adapter alone, for peft; not merged into the weights"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of the weights (default: bfloat16, as vLLM ran them; of an adapter: float32)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        export(args.checkpoint, args.to, which=args.which, dtype=args.dtype)
+        export(args.checkpoint, args.to, which=args.which, dtype=args.dtype, adapter=args.adapter)
     except (RecipeError, OSError) as error:
         print(f"opd_recipes: {error}", file=sys.stderr)
         return 1
-    print(f"opd_recipes: the {args.which} of {args.checkpoint} is in {args.to}")
+    what = "adapter of the " if args.adapter else ""
+    print(f"opd_recipes: the {what}{args.which} of {args.checkpoint} is in {args.to}")
     return 0
 
 
-def export(checkpoint: Path, target: Path, *, which: str = STUDENT, dtype: str = "bfloat16") -> None:
-    """Write a model of an FSDP2 checkpoint as a folder that transformers and vLLM load.
+def export(
+    checkpoint: Path, target: Path, *, which: str = STUDENT, dtype: str | None = None, adapter: bool = False
+) -> None:
+    """Write a model of an FSDP2 checkpoint as a folder that transformers and vLLM load; of a LoRA run, the merged model.
 
     Args:
         checkpoint: ``global_step_N`` as the trainer writes it, or the folder in it that has the shards.
         target: The folder to write; it appears when it is complete.
         which: ``student``, or ``teacher``: the moving average beside it.
-        dtype: ``bfloat16`` or ``float32``, in which the shards are.
+        dtype: ``bfloat16`` or ``float32``, in which the shards are; by default the former, and of an adapter the latter.
+        adapter: Write the adapter alone, as a folder that peft loads.
 
     Raises:
-        RecipeError: The target is not empty; or the checkpoint lacks a shard or the teacher, or has what is not a model's.
+        RecipeError: The target is not empty; or the checkpoint lacks a shard, the teacher or an adapter, or has what is
+            not a model's.
     """
     target = target.resolve()
     _check_target(target)
     source = find_model(checkpoint, which)
-    shards = find_shards(source)
+    paths = find_shards(source)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
         merger = _merger(source, partial)
-        _save(merger, source / MODEL_FOLDER, merge_shards(shards, DTYPES[dtype], merger), partial)
+        weights = Weights(paths, merger)
+        if adapter:
+            save_adapter(source, weights, DTYPES[dtype or "float32"], partial)
+        else:
+            state = plain_weights(source, weights, DTYPES[dtype or "bfloat16"], merger)
+            _save(merger, source / MODEL_FOLDER, state, partial)
         os.replace(partial, target)  # an empty target is replaced as well
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -150,22 +166,96 @@ def _merger(source: Path, folder: Path) -> Any:
     )
 
 
-def merge_shards(paths: list[Path], dtype: torch.dtype, merger: Any) -> dict[str, torch.Tensor]:
-    """The whole tensors, by parameter name; one parameter at a time is read.
+class Weights:
+    """The whole tensors of a checkpoint, put together from its shards when they are asked for.
 
     Args:
+        paths: The shard of each rank, in their order.
         merger: verl's, which knows how the parts of a placement go together.
 
     Raises:
         RecipeError: The shards do not fit one another.
     """
-    shards = [load_shard(path) for path in paths]
-    for path, shard in zip(paths, shards, strict=True):
-        if odd := sorted(shard.keys() ^ shards[0].keys()):
-            raise RecipeError(f"{path}: differs from {paths[0].name} in {len(odd)} names, e.g. {odd[0]}")
-    if lora := next((name for name in shards[0] if "lora_" in name), None):
-        raise RecipeError(f"{paths[0]}: has an adapter ({lora}); merge it with python -m verl.model_merger")
-    return {name: _merge(name, [shard[name] for shard in shards], dtype, merger) for name in shards[0]}
+
+    def __init__(self, paths: list[Path], merger: Any):
+        self._shards = [load_shard(path) for path in paths]
+        self._merger = merger
+        self.names = list(self._shards[0])
+        for path, shard in zip(paths, self._shards, strict=True):
+            if odd := sorted(shard.keys() ^ self._shards[0].keys()):
+                raise RecipeError(f"{path}: differs from {paths[0].name} in {len(odd)} names, e.g. {odd[0]}")
+
+    def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return _merge(name, [shard[name] for shard in self._shards], dtype, self._merger)
+
+    @property
+    def adapter(self) -> list[str]:
+        return [name for name in self.names if is_adapter(name)]
+
+    def scale(self, source: Path) -> Scale:
+        """How the adapter is scaled.
+
+        Raises:
+            RecipeError: What is written beside the shards is missing, or is of another adapter.
+        """
+        scale = Scale.read(source)
+        for name in self.adapter:
+            rank = self._shards[0][name].shape[0 if name.endswith(DOWN) else 1]
+            if rank != scale.rank:
+                raise RecipeError(f"{source}: {name} has rank {rank}, {META_FILE} says {scale.rank}")
+        return scale
+
+
+def plain_weights(source: Path, weights: Weights, dtype: torch.dtype, merger: Any) -> dict[str, torch.Tensor]:
+    """The model's weights by their names without peft; an adapter is merged in fp32.
+
+    A teacher with an adapter has nothing else in its folder: the frozen weights are the student's.
+
+    Raises:
+        RecipeError: The checkpoint has an adapter alone.
+    """
+    if not weights.adapter:
+        return {name: weights.whole(name, dtype) for name in weights.names}
+    scale, frozen = weights.scale(source), weights
+    if len(weights.adapter) == len(weights.names) and source.name == TEACHER:
+        frozen = Weights(find_shards(source.parent), merger)
+    names = [*(name for name in frozen.names if not is_adapter(name)), *weights.adapter]
+    if len(names) == len(weights.adapter):
+        raise RecipeError(
+            f"{source}: has the adapter alone (save_lora_only), so there is nothing to merge it with; use --adapter, and "
+            "peft's merge_and_unload on the model that the run started from"
+        )
+
+    def whole(name: str) -> torch.Tensor:
+        return (weights if is_adapter(name) else frozen).whole(name, torch.float32)
+
+    return {name: weight.to(dtype) for name, weight in merged(names, whole, scale.factor)}
+
+
+def save_adapter(source: Path, weights: Weights, dtype: torch.dtype, folder: Path) -> None:
+    """An adapter as peft writes it.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    if not weights.adapter:
+        raise RecipeError(f"{source}: the run trained all weights and has no adapter; leave out --adapter")
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    scale = weights.scale(source)
+    state = {name.replace(".default.", "."): weights.whole(name, dtype) for name in weights.adapter}
+    layers = sorted(plain_name(name).removesuffix(DOWN) for name in weights.adapter if name.endswith(DOWN))
+    settings = LoraConfig(
+        r=scale.rank,
+        lora_alpha=scale.alpha,
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    settings.save_pretrained(str(folder))
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")
 
 
 def _merge(name: str, parts: list[Any], dtype: torch.dtype, merger: Any) -> torch.Tensor:

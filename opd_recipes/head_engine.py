@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -13,9 +13,13 @@ from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+from opd_recipes.lora import check_adapter, merged
 from opd_recipes.registry import RecipeError
+from opd_recipes.teacher import follow, local
 from opd_recipes.topk_head import HeadOutput, HiddenRequest, StreamedHead
 from opd_recipes.verl_compat import plane_major_positions
 
@@ -64,6 +68,34 @@ class HeadEngine(FSDPEngineWithLMHead):
         module = super()._build_module()
         self.head = StreamedHead.install(module)
         return module
+
+    def _build_lora_module(self, module):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.engine_config.seed)  # A is random, and a run can be repeated
+            module = super()._build_lora_module(module)
+        settings = module.peft_config["default"]
+        check_adapter(settings, self.model_config.lora_rank)
+        self.lora_factor = settings.lora_alpha / settings.r
+        return module
+
+    def get_per_tensor_param(self, **kwargs):
+        """The weights for the rollouts: with an adapter, merged one at a time, in the precision that they are trained in.
+
+        verl's own merge leaves out layers that FSDP2 has in its outermost group (of Qwen3-VL the vision tower's mergers),
+        keeps a second copy of all weights while it lasts, and rounds to bf16 whatever the rollouts' dtype is.
+        """
+        return (self._merged(), None) if self._is_lora else super().get_per_tensor_param(**kwargs)
+
+    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        state, model = self.module.state_dict(), self.module.get_base_model()
+
+        def whole(name: str) -> torch.Tensor:
+            shard = state[name].detach().to(get_device_id())
+            return shard.full_tensor() if hasattr(shard, "full_tensor") else shard.clone()
+
+        weights = merged(state, whole, self.lora_factor)
+        named = (convert_weight_keys(dict([weight]), model).popitem() for weight in weights)
+        yield from unfuse_moe_params(named, self.model_config.hf_config.model_type)
 
     def _answer(self, micro_batch: TensorDict, request: Callable) -> HeadOutput:
         """Run the model on a micro-batch and return what ``request`` makes of the final hidden states."""
@@ -137,7 +169,9 @@ class TeacherEngine(HeadEngine):
         """
         model_config = student.model_config
         if path is not None:
-            model_config = replace(model_config, path=path, hf_config_path=None, tokenizer_path=None)
+            model_config = replace(
+                model_config, path=path, hf_config_path=None, tokenizer_path=None, lora_rank=0, lora_adapter_path=None
+            )
             _check_inputs(student.model_config, model_config)
         teacher = cls(
             model_config=model_config,
@@ -154,6 +188,15 @@ class TeacherEngine(HeadEngine):
 
     def _build_lr_scheduler(self, optimizer):
         return None
+
+    def shards(self) -> list[torch.Tensor]:
+        """This rank's part of the weights."""
+        return [local(parameter) for parameter in self.module.parameters()]
+
+    def follow(self, rule: Callable, student: HeadEngine, step: int) -> None:
+        """Move the weights by the recipe's rule, after a step of the student's."""
+        with self.eval_mode():
+            follow(rule, self.module, student.module, step)
 
     def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
         assert forward_only, "the teacher has no backward"

@@ -29,10 +29,14 @@ def run(config: DictConfig) -> None:
     Raises:
         RecipeError: The configuration cannot be run.
     """
+    from opd_recipes import cluster
     from opd_recipes.check import check_run
 
+    existing = cluster.address(config)
     # On an existing cluster the trainer may run on another node than this process: it checks the files itself.
-    check_run(config, files="RAY_ADDRESS" not in os.environ)
+    check_run(config, files=existing is None)
+    if existing is not None:
+        cluster.check_settings(config, existing)
     # verl reads its platform when it is imported; the workers get the same variables through Ray's runtime environment.
     variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     os.environ.update({key: str(value) for key, value in variables.items()})
@@ -57,6 +61,7 @@ def run(config: DictConfig) -> None:
         def run(self, config):
             import opd_recipes.verl_registration  # noqa: F401  by its plugin too, but only where the package is installed
 
+            cluster.check_cluster(config)
             super().run(config)
 
     try:

@@ -10,7 +10,7 @@ Two rules say more than how weights move: ``trust_region`` mixes the live studen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,27 +90,44 @@ def external(teacher: torch.Tensor, student: torch.Tensor, step: int, *, path: s
     """Another checkpoint with the same tokenizer, never changed. It may have other sizes than the student."""
 
 
-@torch.no_grad()
+def stays(rule: Callable) -> bool:
+    """Whether the rule never changes the teacher's weights."""
+    return getattr(rule, "func", rule) in (frozen, trust_region, external)
+
+
 def follow(rule: Callable, teacher: nn.Module, student: nn.Module, step: int) -> None:
     """Apply ``rule`` to every parameter, paired by name.
 
     Raises:
         ValueError: The two models have different parameters.
     """
-    if getattr(rule, "func", rule) in (frozen, trust_region, external):
-        return  # nothing moves, and an external teacher's parameters need not pair with the student's
+    if stays(rule):
+        return  # an external teacher's parameters need not pair with the student's
     for model in (teacher, student):
-        for module in model.modules():
-            # After a forward FSDP2 may have the gathered weights in place (reshard_after_forward=false): those are copies.
-            if isinstance(module, FSDPModule):
-                module.reshard()
-    theirs, ours = dict(teacher.named_parameters()), dict(student.named_parameters())
+        reshard(model)
+    theirs, ours = ({name: local(p) for name, p in model.named_parameters()} for model in (teacher, student))
+    move(rule, theirs, ours, step)
+
+
+@torch.no_grad()
+def move(rule: Callable, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], step: int) -> None:
+    """Apply ``rule`` to the teacher's shards of some parameters, paired with the student's by name.
+
+    Raises:
+        ValueError: The names differ.
+    """
     if theirs.keys() != ours.keys():
         odd = sorted(theirs.keys() ^ ours.keys())
         raise ValueError(f"teacher and student differ in {len(odd)} parameters, e.g. {odd[:3]}")
-    for name, parameter in theirs.items():
-        target, source = local(parameter), local(ours[name])
-        rule(target, source.to(device=target.device, dtype=target.dtype), step)
+    for name, target in theirs.items():
+        rule(target, ours[name].to(device=target.device, dtype=target.dtype), step)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered weights, which are copies: after a forward FSDP2 may have some in place (reshard_after_forward=false)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -241,8 +241,8 @@ class OpdTrainerMixin(_Trainer):
         needed, free = sum(self.actor_rollout_wg.checkpoint_bytes()), shutil.disk_usage(folder).free
         if needed > free:
             raise RuntimeError(
-                f"the checkpoint of step {step} needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB left. Nothing "
-                "of it was written and earlier ones are as they were: free some space (trainer.max_actor_ckpt_to_keep=2 removes "
+                f"the checkpoint of step {step} needs {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB left. Nothing"
+                " of it was written and earlier ones are as they were: free some space (trainer.max_actor_ckpt_to_keep=2 drops "
                 "old ones) and start the same command again, which continues from the last (trainer.resume_mode=auto)"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -89,9 +90,11 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> int:
         """What this rank's part of a checkpoint takes: weights of student and teacher, and Adam's two moments."""
-        trained = [p for p in self.actor.engine.module.parameters() if p.requires_grad]
-        held = [*self.actor.engine.module.parameters(), *self.teacher.module.parameters(), *trained, *trained]
-        return sum(local(p).nbytes for p in held)
+        engine = self.actor.engine
+        trained = [local(p) for p in engine.module.parameters() if p.requires_grad]
+        whole = [local(p) for p in engine.module.parameters()]
+        saved = trained if self.config.model.lora_rank and engine.checkpoint_config.save_lora_only else whole
+        return sum(part.nbytes for part in [*saved, *trained, *trained, *self.teacher.shards()])
 
     def _teacher_spec(self) -> dict:
         """What a resumed run must agree in; a rate may change."""
@@ -100,7 +103,7 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
 
     def _adapter_spec(self) -> dict | None:
         """What the adapter's weights mean; None without LoRA."""
-        model = OmegaConf.to_container(self.config.model)
+        model: Any = OmegaConf.to_container(self.config.model)
         return {key: model[key] for key in MEANING} if model["lora_rank"] else None
 
     @staticmethod

@@ -1,8 +1,14 @@
-"""What the toy runs of a module share."""
+"""What the toy runs share."""
 
 import pytest
 
 from data_prep.__main__ import main as data_prep
+from tests.e2e.runs import EQUAL_LENGTHS, Run
+
+
+def toy_data(folder):
+    data_prep(["toy", "--out", str(folder / "data"), "--train", "96", "--val", "24"])
+    return folder / "data"
 
 
 @pytest.fixture(scope="module")
@@ -12,5 +18,31 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(folder):
-    data_prep(["toy", "--out", str(folder / "data"), "--train", "96", "--val", "24"])
-    return folder / "data"
+    return toy_data(folder)
+
+
+@pytest.fixture(scope="session")
+def first(tmp_path_factory):
+    """Three steps with equal lengths; after the second and the third a validation, a trace and a checkpoint."""
+    home = tmp_path_factory.mktemp("first")
+    run = home / "first"
+    run.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_DIR", str(run / "tensorboard"))
+        patch.setenv("WANDB_DIR", str(run))
+        patch.setenv("WANDB_MODE", "offline")
+        return train_first(home, run)
+
+
+def train_first(home, run):
+    return Run(
+        home,
+        run.name,
+        toy_data(home),
+        EQUAL_LENGTHS,
+        "trainer.logger=[console,file,tensorboard,wandb]",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+        "trainer.test_freq=2",
+        f"opd.trace={{rows: 5, folder: {run}/traces}}",
+    ).ok()

@@ -11,6 +11,8 @@ from opd_recipes.runs import Process
 from tests.harness import BASE
 
 TIMEOUT_S = 600
+#: All responses have the same length (the limit), so all sequences of a batch do.
+EQUAL_LENGTHS = "data.max_response_length=1"
 
 
 def finish(process: Process) -> Process:

@@ -3,8 +3,12 @@
 import datasets
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
 
+from opd_recipes.export import export
 from tests.e2e.runs import Run
+from tests.harness import BASE
 
 pytestmark = pytest.mark.e2e
 
@@ -70,6 +74,30 @@ def test_opd_v_weighs_tokens_by_the_margin(folder, data):
         quantiles = [metrics[f"opd/margin_p{q}"] for q in (5, 25, 50, 75, 95)]
         assert quantiles == sorted(quantiles) and quantiles[0] < 0 < quantiles[-1]
         assert metrics["actor/loss"] > 0 and metrics["opd/rollout_pearson"] >= 0.9999
+
+
+def test_lora_trains_an_adapter_that_rollouts_and_exports_have(folder, data):
+    """At a rate so high that rollouts without the adapter, or with a part of it, would not agree with the actor."""
+    lora = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.optim.lr=1e-2")
+    steps = ("trainer.total_training_steps=3", "trainer.save_freq=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
+    run = Run(folder, "lora", data, *lora, *steps, overlay="[cpu,toy,lora]").ok()
+    assert min(run.series("opd/rollout_pearson")) >= 0.9999 and len(run.steps) == 3
+    assert min(run.series("opd/divergence")) > 0 and min(run.series("actor/grad_norm")) > 0
+    checkpoint, models = run.folder / "checkpoints" / "global_step_3", {}
+    for which in ("student", "teacher"):
+        export(checkpoint, folder / f"lora_{which}", which=which, dtype="float32")
+        export(checkpoint, folder / f"lora_{which}_adapter", which=which, adapter=True)
+        models[which] = AutoModelForImageTextToText.from_pretrained(folder / f"lora_{which}")
+        base = AutoModelForImageTextToText.from_pretrained(BASE)
+        models[f"{which}_adapter"] = PeftModel.from_pretrained(base, folder / f"lora_{which}_adapter")
+    models["base"] = AutoModelForImageTextToText.from_pretrained(BASE)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        logits = {name: model.eval()(input_ids=ids).logits for name, model in models.items()}
+    for which in ("student", "teacher"):
+        torch.testing.assert_close(logits[which], logits[f"{which}_adapter"], atol=1e-4, rtol=1e-4)
+    moved = [(logits[which] - logits["base"]).abs().mean().item() for which in ("teacher", "student")]
+    assert 0.01 < moved[0] < moved[1], "the teacher has gone a small part of the way"
 
 
 def test_opsd_tells_the_teacher_the_answer(folder, data):

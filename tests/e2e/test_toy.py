@@ -13,37 +13,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from opd_recipes.export import export
 from opd_recipes.report.page import build as report
 from opd_recipes.report.page import render
-from tests.e2e.runs import Run
+from tests.e2e.runs import EQUAL_LENGTHS, Run
 from tests.harness import BASE
 
 pytestmark = pytest.mark.e2e
-
-#: All responses have the same length (the limit), so all sequences of a batch do.
-EQUAL_LENGTHS = "data.max_response_length=1"
-
-
-@pytest.fixture(scope="module")
-def first(folder, data):
-    """Three steps with equal lengths; after the second and the third a validation, a trace and a checkpoint."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_DIR", str(folder / "tensorboard"))
-        patch.setenv("WANDB_DIR", str(folder))
-        patch.setenv("WANDB_MODE", "offline")
-        return train_first(folder, data)
-
-
-def train_first(folder, data):
-    return Run(
-        folder,
-        "first",
-        data,
-        EQUAL_LENGTHS,
-        "trainer.logger=[console,file,tensorboard,wandb]",
-        "trainer.total_training_steps=3",
-        "trainer.save_freq=2",
-        "trainer.test_freq=2",
-        f"opd.trace={{rows: 5, folder: {folder}/first/traces}}",
-    ).ok()
 
 
 def test_rollout_and_actor_agree_before_and_after_weight_syncs_with_equal_lengths(first):
@@ -64,13 +37,13 @@ def test_the_metrics_tell_what_happened(first):
         assert 0 <= first.steps[3][f"val-core/toy@{view}/acc/mean@1"] <= 1
 
 
-def test_every_tracker_gets_the_same_names_and_values(first, folder):
-    events = EventAccumulator(str(folder / "tensorboard"))
+def test_every_tracker_gets_the_same_names_and_values(first):
+    events = EventAccumulator(str(first.folder / "tensorboard"))
     events.Reload()
     for key in ("opd/divergence", "opd/student_mass", "actor/loss", "val-core/toy@student/acc/mean@1"):
         told = {event.step: event.value for event in events.Scalars(key)}
         assert told == pytest.approx({step: m[key] for step, m in first.steps.items() if key in m}, rel=1e-6)
-    (offline,) = folder.glob("wandb/offline-run-*/*.wandb")
+    (offline,) = first.folder.glob("wandb/offline-run-*/*.wandb")
     assert b"opd/divergence" in offline.read_bytes()
 
 
@@ -83,7 +56,7 @@ def test_traces_follow_the_same_rows_and_agree_with_the_run(first):
     for row in looks[1].values():
         assert row["step"] == 3 and row["score"] in (0, 1) and row["reference"] and "<image>" not in row["question"]
         assert row["response"] == "".join(token["text"] for token in row["tokens"]) and len(row["tokens"]) == 1
-        assert row["original_size"] == [96, 96] and row["bbox"]
+        assert row["original_size"] == [192, 192] and row["bbox"]
         for token in row["tokens"]:
             # Validation samples the most likely token.
             assert token["student_top"][0] == [token["text"], pytest.approx(math.exp(token["student_logp"]), rel=1e-4)]

@@ -136,6 +136,41 @@ def test_a_larger_external_teacher_has_its_own_sizes(counted):
     assert update["head: whole weights"] == VOCABULARY * ((2 * 2560 + 4096) * 2 + 4 * 2560)
 
 
+def test_lora_trains_and_copies_an_adapter_alone(counted, monkeypatch):
+    """2.4 million parameters of rank 32: gradients, Adam and teacher are theirs, and the head has no gradient."""
+    monkeypatch.setattr(estimate, "count_adapter", lambda sizes, model: 75_000 * model.lora_rank)
+    found = estimated(deepcopy(composed("vision_opd", "+overlay=lora")))
+    adapter, head = 2_400_000, VOCABULARY * 2560
+    n = PARAMETERS["Qwen/Qwen3.5-4B"] + adapter
+    update = found.update
+    assert (found.parameters, found.trained) == (n, adapter)
+    assert [update[part] for part in ("weights", "gradients", "Adam", "teacher")] == [
+        n // 2, adapter // 2, adapter, adapter // 2
+    ]  # fmt: skip
+    assert update["head: whole weights"] == 2 * head * 2
+    assert update["layers: whole weights"] == 2 * 2 * ((n - adapter - head) // 32 + 2 * adapter // 32)
+    assert update["activations"] == estimated().update["activations"]
+    assert "million of them trained, on 8 GPUs" in estimate.text(found)
+    external = deepcopy(
+        composed("vision_opd", "+overlay=lora", "opd/teacher=external", "opd.teacher.path=Qwen/Qwen3.5-9B")
+    )
+    assert estimated(external).update["teacher"] == PARAMETERS["Qwen/Qwen3.5-9B"] // 2
+
+
+def test_an_adapter_is_counted_by_hand():
+    """Rank 4 on q_proj (128 -> 128) and v_proj (128 -> 64) of the three layers of the toy model."""
+    from transformers import AutoConfig
+
+    from tests.harness import BASE
+
+    model = OmegaConf.create({"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], "exclude_modules": None})
+    sizes = AutoConfig.from_pretrained(BASE)
+    assert estimate.count_adapter(sizes, model) == 3 * 4 * ((128 + 128) + (128 + 64))
+    model.target_modules = ["nothing"]
+    with pytest.raises(RecipeError, match=r"target_modules=\['nothing'\]: .*not found"):
+        estimate.count_adapter(sizes, model)
+
+
 def test_an_external_teacher_of_unknown_size_is_named(counted):
     found = deepcopy(composed("vision_opd", "opd/teacher=external", "opd.teacher.path=org/other"))
     with pytest.raises(RecipeError, match=r"opd\.teacher\.path=org/other: not on this machine"):

@@ -231,7 +231,7 @@ REFUSED = [
     ("actor_rollout_ref.rollout.calculate_log_probs=false", "importance weights need it"),
     ("actor_rollout_ref.rollout.name=sglang", "must be vllm"),
     ("actor_rollout_ref.model.use_fused_kernels=true", "streamed head takes its place"),
-    ("actor_rollout_ref.model.lora_rank=8", "LoRA is not supported yet"),
+    ("actor_rollout_ref.model.lora_rank=8", "set lora.merge=true"),
     ("actor_rollout_ref.actor.use_kl_loss=true", "no KL term"),
     ("actor_rollout_ref.actor.entropy_coeff=0.1", "no entropy term"),
     ("algorithm.use_kl_in_reward=true", "no reward is used"),

@@ -1,8 +1,10 @@
 """What the worker refuses to resume from; what it does resume from is shown end to end."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from opd_recipes.registry import RecipeError
 from opd_recipes.worker import TEACHER_FOLDER, OpdActorRolloutRefWorker
@@ -21,9 +23,9 @@ def worker(tmp_path):
     return make
 
 
-def checkpoint(folder, teacher):
+def checkpoint(folder, teacher, adapter=None):
     (folder / TEACHER_FOLDER).mkdir(parents=True)
-    state = {"teacher": teacher, "finite_steps": 3, "skipped_steps": 0}
+    state = {"teacher": teacher, "adapter": adapter, "finite_steps": 3, "skipped_steps": 0}
     (folder / "opd_state_world_size_1_rank_0.json").write_text(json.dumps(state))
     return str(folder)
 
@@ -41,7 +43,30 @@ def test_another_teacher_does_not_resume(worker, tmp_path, written, resumed):
         worker(*resumed).load_checkpoint(checkpoint(tmp_path / "actor", written))
 
 
+LORA = [f"actor_rollout_ref.model.{setting}" for setting in ("lora_rank=8", "lora_alpha=16", "target_modules=[q_proj]")]
+
+
+@pytest.mark.parametrize("resumed", [[], [*LORA, "actor_rollout_ref.model.lora_alpha=32"]], ids=["none", "alpha"])
+def test_another_adapter_does_not_resume(worker, tmp_path, resumed):
+    folder = checkpoint(tmp_path / "actor", {"kind": "ema", "path": None}, worker(*LORA)._adapter_spec())
+    with pytest.raises(RecipeError, match="'lora_alpha': 16.*its weights would mean something else"):
+        worker(*resumed).load_checkpoint(folder)
+
+
 def test_a_checkpoint_without_a_teacher_is_of_another_trainer(worker, tmp_path):
     (tmp_path / "actor").mkdir()
     with pytest.raises(FileNotFoundError, match="not written by this trainer"):
         worker().load_checkpoint(str(tmp_path / "actor"))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_bytes_of_a_lora_checkpoint_are_those_of_its_files(tmp_path, worker, alone):
+    """The frozen weights once, the adapter four times: student, teacher, and Adam's two moments."""
+    made = worker("+actor_rollout_ref.actor.checkpoint.save_lora_only=" + str(alone).lower(), *LORA)
+    frozen, adapter = torch.nn.Linear(1000, 100, bias=False).requires_grad_(False), torch.nn.Linear(10, 7, bias=False)
+    engine = SimpleNamespace(
+        module=torch.nn.ModuleList([frozen, adapter]), checkpoint_config=made.config.actor.checkpoint
+    )
+    made.actor = SimpleNamespace(engine=engine)
+    made.teacher = SimpleNamespace(shards=lambda: [torch.zeros(70)])
+    assert made.checkpoint_bytes() == 4 * (4 * 70 + (0 if alone else 100_000))
