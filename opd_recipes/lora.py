@@ -55,8 +55,8 @@ def check_lora(config: Any) -> None:
         raise RecipeError(f"{_MODEL}.lora_rank={rank}, lora_alpha={model.lora_alpha}: must be whole numbers above 0")
     if not model.lora.get("merge", False):
         raise RecipeError(
-            f"{_MODEL}.lora.merge=false with lora_rank={rank}: vLLM leaves out adapters of layers that it does not know "
-            "(the vision tower's), and rollouts would not be the student's; set lora.merge=true (+overlay=lora does)"
+            f"{_MODEL}.lora.merge=false with lora_rank={rank}: vLLM leaves out adapters of the vision tower, and "
+            "rollouts would not be the student's; set lora.merge=true (+overlay=lora does)"
         )
     if model.get("target_parameters"):
         raise RecipeError(f"{_MODEL}.target_parameters: must be null, only adapters of linear layers can be merged")

@@ -74,11 +74,10 @@ def exact(rows):
 @pytest.mark.parametrize(
     ("overrides", "micro_tokens"),
     [
-        ((), 4096),
         (("opd.head_chunk=1", "actor_rollout_ref.model.enable_gradient_checkpointing=true"), 64),
         (("opd.head_chunk=3", "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false"), 120),
     ],
-    ids=["whole", "checkpointed", "gathered"],
+    ids=["checkpointed", "gathered"],
 )
 def test_loss_and_gradient_equal_a_float64_reference(rows, exact, overrides, micro_tokens):
     gradients, out, _ = update(rows, *overrides, micro_tokens=micro_tokens)
@@ -179,7 +178,7 @@ def test_the_teacher_is_what_a_full_copy_of_the_model_with_its_adapter_is(rows):
     assert all(torch.equal(before[name], weight) for name, weight in harness.full_weights(student.module).items())
 
 
-@pytest.mark.parametrize("kind", ["ema", "frozen", "current", "trust_region"])
+@pytest.mark.parametrize("kind", ["ema", "trust_region"])
 def test_each_teacher_in_the_second_step(rows, kind):
     """The loss after one step, against float64 models with the adapters that this teacher has by definition."""
     student, _ = engines(f"opd/teacher={kind}", *(["opd.teacher.rate=0.3"] if kind == "trust_region" else []))
@@ -188,7 +187,7 @@ def test_each_teacher_in_the_second_step(rows, kind):
     out = harness.update(without_step(student), harness.batch(rows))
     moved = adapters(student)
     average = {name: start[name].double().lerp(moved[name].double(), 0.05) for name in start}
-    theirs = {"ema": average, "current": moved}.get(kind, start)
+    theirs = average if kind == "ema" else start
     ours = with_adapter(moved)
     table = scored(ours, with_adapter(theirs), rows)
     if kind == "trust_region":
