@@ -31,7 +31,7 @@ def available(device: str) -> float:
         return 0.9 * torch.cuda.mem_get_info()[0]
     import psutil
 
-    return 0.8 * psutil.virtual_memory().available
+    return 0.9 * psutil.virtual_memory().available
 
 
 def fitting(size: Size, device: str) -> Size:

@@ -108,7 +108,7 @@ def watch(words: list[str], folder: Path) -> dict[str, Any]:
     for title, seconds, begun in seen.values():
         name = next((name for name, (pattern, _) in PROCESSES.items() if re.search(pattern, title)), "others")
         cpu[name] = cpu.get(name, 0.0) + seconds
-        starts[name] = min(starts.get(name, begun), begun)
+        starts[name] = max(0.0, min(starts.get(name, begun), begun))
     steps = [metrics for step, metrics in sorted(dict(read_metrics(process.metrics)).items()) if step > 1]
     parts = {key.removeprefix("timing_s/") for metrics in steps for key in metrics if key.startswith("timing_s/")}
     shares = [sum(m.get(key, 0.0) for key in MODEL_WORK) / m["timing_s/step"] for m in steps]
