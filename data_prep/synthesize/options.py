@@ -62,13 +62,13 @@ def _calls(group: argparse._ArgumentGroup) -> None:
         default=8,
         help="images in work at one time; bounds memory (default: %(default)s)",
     )
-    add("--timeout", type=_above_zero, default=180.0, help="seconds for one try of a call (default: %(default)s)")
+    add("--timeout", type=above_zero, default=180.0, help="seconds for one try of a call (default: %(default)s)")
     add("--attempts", type=positive, default=6, help="tries of a call before it is given up (default: %(default)s)")
-    add("--max-wait", type=_above_zero, default=120.0, help="most seconds between two tries (default: %(default)s)")
+    add("--max-wait", type=above_zero, default=120.0, help="most seconds between two tries (default: %(default)s)")
     add("--max-tokens", type=positive, default=1024, help="of each reply (default: %(default)s)")
     add(
         "--extra-body",
-        type=_extra,
+        type=json_object,
         default={},
         metavar="JSON",
         help="""more fields of each request, e.g. '{"chat_template_kwargs": {"enable_thinking": false}}' for Qwen3.5""",
@@ -99,7 +99,7 @@ def _kept(group: argparse._ArgumentGroup) -> None:
     add("--question-temperature", type=_not_negative, default=0.9, help="default: %(default)s")
     add("--answer-temperature", type=_not_negative, default=0.9, help="default: %(default)s")
     add("--top-p", type=_share, default=0.8, help="of questions and answers (default: %(default)s)")
-    add("--zoom", type=_above_zero, default=2.0, help="enlargement of the crop (default: %(default)s)")
+    add("--zoom", type=above_zero, default=2.0, help="enlargement of the crop (default: %(default)s)")
     add("--max-side", type=positive, default=1536, help="longest side of an image in a request (default: %(default)s)")
     add("--side-multiple", type=positive, default=1, help="sides of a whole image in a request are multiples of it")
     add("--seed", type=int, default=0, help="of the sampling, the options' order and the split (default: %(default)s)")
@@ -181,7 +181,8 @@ def suffix_of(args: argparse.Namespace) -> str:
     return suffix and (suffix if suffix[0].isspace() else " " + suffix)
 
 
-def _extra(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """More fields of a request."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -194,7 +195,7 @@ def _extra(text: str) -> dict[str, Any]:
     return value
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be above 0")

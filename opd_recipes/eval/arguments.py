@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 from data_prep.rows import positive
 from data_prep.synthesize.client import Retry
-from data_prep.synthesize.options import OWN_FIELDS
+from data_prep.synthesize.options import above_zero, json_object
 from opd_recipes.eval.asking import THINKING_TOKENS, Settings
 from opd_recipes.eval.judging import Judge
 from opd_recipes.eval.runner import Endpoint
@@ -159,23 +157,3 @@ def settings_of(args: argparse.Namespace, model: str, weights: str | None, max_t
 def _name(checkpoint: Path | None) -> str:
     assert checkpoint is not None
     return checkpoint.resolve().name
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """More fields of a request."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("it must be a JSON object")
-    if own := sorted(set(value).intersection(OWN_FIELDS)):
-        raise argparse.ArgumentTypeError(f"{', '.join(own)} cannot be set here; see the other options")
-    return value
-
-
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 _Asked = TypeVar("_Asked")
 
@@ -285,6 +285,13 @@ def open_box(text: Text, _: object) -> Extracted | None:
 def refusal(text: Text, _: object) -> Extracted | None:
     said = refused(text.plain)
     return Extracted(None, "refusal", f"refusal: {said!r}") if said else None
+
+
+#: What the kinds have in common, each in its place of their lists.
+EMPTY: Rule[Any] = Rule("empty", UNDECIDED["empty"], no_reply)
+THINKING: Rule[Any] = Rule("thinking", UNDECIDED["thinking"], open_thinking)
+OPEN_BOX: Rule[Any] = Rule("open box", UNDECIDED["open box"], open_box)
+REFUSAL: Rule[Any] = Rule("refusal", UNDECIDED["refusal"], refusal)
 
 
 def show(text: str, longest: int = 60) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from opd_recipes.eval.numerals import read_number
 from opd_recipes.eval.option_text import NEGATION, Claim, Options
 from opd_recipes.eval.reply_text import (
+    EMPTY,
     MARKED,
+    OPEN_BOX,
+    REFUSAL,
+    THINKING,
     UNDECIDED,
     Extracted,
     Rule,
     Text,
-    no_reply,
-    open_box,
-    open_thinking,
-    refusal,
     sentence_around,
     sentences,
     show,
@@ -293,10 +293,10 @@ def nothing(text: Text, options: Options) -> Extracted:
 
 
 CHOICE_RULES: tuple[Rule[Options], ...] = (
-    Rule("empty", UNDECIDED["empty"], no_reply),
-    Rule("thinking", UNDECIDED["thinking"], open_thinking),
+    EMPTY,
+    THINKING,
     Rule("box / tag", MARKED, marked),
-    Rule("open box", UNDECIDED["open box"], open_box),
+    OPEN_BOX,
     Rule("whole reply", 'nothing but an answer: "C", "(c)", "Option C", "C. green", "green", "选C"', whole),
     Rule(
         "statement / conclusion / verdict",
@@ -310,7 +310,7 @@ CHOICE_RULES: tuple[Rule[Options], ...] = (
         leading,
     ),
     Rule("last", "the last line is an answer and nothing else, or the last sentence a letter", last),
-    Rule("refusal", UNDECIDED["refusal"], refusal),
+    REFUSAL,
     Rule(
         "option text",
         'a short reply, or the last sentence of a longer one, names one option by its text ("the car is green"); part of a '

@@ -7,20 +7,19 @@ from collections.abc import Iterator
 
 from opd_recipes.eval.numerals import Found, find_numbers
 from opd_recipes.eval.reply_text import (
+    EMPTY,
     MARKED,
+    OPEN_BOX,
+    REFUSAL,
+    THINKING,
     UNDECIDED,
     Extracted,
     Rule,
     Text,
-    no_reply,
-    open_box,
-    open_thinking,
-    refusal,
     sentences,
     show,
-    strip_markup,
 )
-from opd_recipes.eval.statements import ANSWER, MAYBE, SO, Said, doubted, other_box, settle, tails
+from opd_recipes.eval.statements import ANSWER, MAYBE, SO, Said, doubted, marked_claim, settle, tails
 
 #: Of a longer reply only a statement or a conclusion is an answer, in words.
 _SHORT = 25
@@ -92,18 +91,7 @@ def _last_claims(text: str) -> list[Said]:
 
 
 def marked(text: Text, _: object) -> Extracted | None:
-    mark = text.mark
-    if not mark:
-        return None
-    content = strip_markup(mark.content)
-    said = next(iter(_last_claims(content)), None) or _read(content, mark.rule, 3, 0)
-    if not said:
-        return None
-    other = other_box(text) if mark.rule == "box" else None
-    if other:
-        return Extracted(None, "hedge", f"two boxes, {show(other)} or {show(content)}")
-    rest = strip_markup(text.raw[mark.end :])
-    return settle([said._replace(rule=mark.rule, level=3, end=0), *_last_claims(rest)], rest)
+    return marked_claim(text, _last_claims, _read)
 
 
 def stated(text: Text, _: object) -> Extracted | None:
@@ -149,17 +137,17 @@ def nothing(text: Text, _: object) -> Extracted:
 
 
 NUMBER_RULES: tuple[Rule[object], ...] = (
-    Rule("empty", UNDECIDED["empty"], no_reply),
-    Rule("thinking", UNDECIDED["thinking"], open_thinking),
+    EMPTY,
+    THINKING,
     Rule("box / tag", MARKED, marked),
-    Rule("open box", UNDECIDED["open box"], open_box),
+    OPEN_BOX,
     Rule(
         "statement / conclusion",
         'the last of "the answer is 7", "a total of 7", "共有7"; else of "so 7", "7 in total"',
         stated,
     ),
     Rule("last", "the last line is a number and at most two words", ends_with_number),
-    Rule("refusal", UNDECIDED["refusal"], refusal),
+    REFUSAL,
     Rule("only number", 'the one number of a short reply; of "3 + 4 = 7" what the equation ends in', only),
     Rule("none", 'a reply that is only "none", "no cars", "没有": 0', none),
     Rule("nothing", UNDECIDED["nothing"], nothing),

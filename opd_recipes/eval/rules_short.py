@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 from opd_recipes.eval.reply_text import (
+    EMPTY,
     MARKED,
+    OPEN_BOX,
+    REFUSAL,
+    THINKING,
     UNDECIDED,
     Extracted,
     Rule,
     Text,
-    no_reply,
-    open_box,
-    open_thinking,
-    refusal,
     show,
     strip_markup,
 )
@@ -94,12 +94,12 @@ def nothing(text: Text, _: object) -> Extracted:
 
 
 SHORT_RULES: tuple[Rule[object], ...] = (
-    Rule("empty", UNDECIDED["empty"], no_reply),
-    Rule("thinking", UNDECIDED["thinking"], open_thinking),
+    EMPTY,
+    THINKING,
     Rule("box / tag", MARKED, marked),
-    Rule("open box", UNDECIDED["open box"], open_box),
+    OPEN_BOX,
     Rule("statement", 'what follows the last "the answer is", "Answer:", "答案是", to the end of its sentence', stated),
-    Rule("refusal", UNDECIDED["refusal"], refusal),
+    REFUSAL,
     Rule(
         "whole reply",
         'one line of up to 12 words, without what introduces the answer ("it is", "the sign says")',

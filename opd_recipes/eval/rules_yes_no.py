@@ -6,20 +6,30 @@ import re
 from collections.abc import Iterator
 
 from opd_recipes.eval.reply_text import (
+    EMPTY,
     MARKED,
+    OPEN_BOX,
+    REFUSAL,
+    THINKING,
     UNDECIDED,
     Extracted,
     Rule,
     Text,
-    no_reply,
-    open_box,
-    open_thinking,
-    refusal,
     sentences,
     show,
-    strip_markup,
 )
-from opd_recipes.eval.statements import ANSWER, FILLING, MAYBE, RETRACTED, SO, Said, doubted, other_box, settle, tails
+from opd_recipes.eval.statements import (
+    ANSWER,
+    FILLING,
+    MAYBE,
+    RETRACTED,
+    SO,
+    Said,
+    doubted,
+    marked_claim,
+    settle,
+    tails,
+)
 
 #: "No doubt", "there is no way to tell": no denial.
 _IDIOM = (
@@ -86,18 +96,7 @@ def _last_claims(text: str) -> list[Said]:
 
 
 def marked(text: Text, _: object) -> Extracted | None:
-    mark = text.mark
-    if not mark:
-        return None
-    content = strip_markup(mark.content)
-    said = next(iter(_last_claims(content)), None) or _read(content, mark.rule, 3, 0)
-    if not said:
-        return None
-    other = other_box(text) if mark.rule == "box" else None
-    if other:
-        return Extracted(None, "hedge", f"two boxes, {show(other)} or {show(content)}")
-    rest = strip_markup(text.raw[mark.end :])
-    return settle([said._replace(rule=mark.rule, level=3, end=0), *_last_claims(rest)], rest)
+    return marked_claim(text, _last_claims, _read)
 
 
 def stated(text: Text, _: object) -> Extracted | None:
@@ -158,15 +157,15 @@ def nothing(text: Text, _: object) -> Extracted:
 
 
 YES_NO_RULES: tuple[Rule[object], ...] = (
-    Rule("empty", UNDECIDED["empty"], no_reply),
-    Rule("thinking", UNDECIDED["thinking"], open_thinking),
+    EMPTY,
+    THINKING,
     Rule("box / tag", MARKED, marked),
-    Rule("open box", UNDECIDED["open box"], open_box),
+    OPEN_BOX,
     Rule("statement / conclusion", 'the last of "the answer is yes", "答案是否"; else of "so, yes."', stated),
     Rule("unsure", 'begins with doubt: "not sure", "maybe"', unsure),
     Rule("first", 'begins with "yes", "no", "是", "有", "没有", ... ("no doubt", "是否" are others)', first_word),
     Rule("last", "the last sentence is yes or no and nothing else", last_word),
-    Rule("refusal", UNDECIDED["refusal"], refusal),
+    REFUSAL,
     Rule(
         "assertion",
         'all that a short reply says there is, or is not: "there is no dog", "图中有一只狗"',

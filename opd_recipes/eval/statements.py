@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from opd_recipes.eval.reply_text import Extracted, Text, boxes, sentence_around, strip_markup
+from opd_recipes.eval.reply_text import Extracted, Text, boxes, sentence_around, show, strip_markup
 
 #: Words between "answer" and "is"; no letter of an option ("option A is red" states nothing).
 _WORDS = r"(?:,? (?!not\b|cannot|can't|but\b|isn't|if\b|or\b|choices?\b|(?-i:[A-HJ-Z])\b)\"?[\w'-]{1,30}(?:\?\")?\"?){0,8}?,?"
@@ -149,3 +149,26 @@ def other_box(text: Text) -> str | None:
         if between in ("or", "and", "/", "或", "和") and first.content != second.content:
             return first.content
     return None
+
+
+def marked_claim(
+    text: Text, last_claims: Callable[[str], list[Said]], read: Callable[[str, str, int, int], Said | None]
+) -> Extracted | None:
+    """What the last box or answer tag says, unless there is another box or a later statement says otherwise.
+
+    Args:
+        last_claims: The kind's statements in a text, strongest first.
+        read: The kind's value of a text, with the rule's name, its level and its end.
+    """
+    mark = text.mark
+    if not mark:
+        return None
+    content = strip_markup(mark.content)
+    said = next(iter(last_claims(content)), None) or read(content, mark.rule, 3, 0)
+    if not said:
+        return None
+    other = other_box(text) if mark.rule == "box" else None
+    if other:
+        return Extracted(None, "hedge", f"two boxes, {show(other)} or {show(content)}")
+    rest = strip_markup(text.raw[mark.end :])
+    return settle([said._replace(rule=mark.rule, level=3, end=0), *last_claims(rest)], rest)
