@@ -38,9 +38,11 @@ class Tracer:
     def __init__(self, trainer: Any, folder: str, rows: int):
         self.trainer, self.folder = trainer, Path(folder)
         self.tokenizer = trainer.tokenizer
-        self.dataset = trainer.val_dataset
-        views = len(self.dataset.views)
-        self.examples = [self.dataset[i * views] for i in range(min(rows, len(self.dataset) // views))]
+        dataset, views = trainer.val_dataset, len(trainer.val_dataset.views)
+        examples = [dataset[i * views] for i in range(min(rows, len(dataset) // views))]
+        self.examples = {int(example[ROW_NUMBER]): example for example in examples}
+        #: What a trace says of a row's images: the same every time, so drawn once.
+        self.seen = {number: self._seen(example, number) for number, example in self.examples.items()}
 
     def write(self, step: int) -> None:
         """Trace the rows under the weights of ``step``."""
@@ -52,7 +54,6 @@ class Tracer:
         trainer.checkpoint_manager.update_weights(step)
         rows = [json.dumps(row) for row in self._rows(step, batch)]
         tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
-        self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / f"step_{step:06d}.jsonl.new"
         unfinished.write_text("".join(row + "\n" for row in rows))
         unfinished.replace(unfinished.with_suffix(""))
@@ -60,7 +61,7 @@ class Tracer:
     def _rollouts(self, step: int) -> Any:
         """One answer for each row, in the way of verl's validation."""
         trainer, count = self.trainer, len(self.examples)
-        columns = collate_fn([dict(example) for example in self.examples])
+        columns = collate_fn([dict(example) for example in self.examples.values()])
         columns["uid"] = np.array([str(uuid.uuid4()) for _ in range(count)], dtype=object)
         columns[TRACED] = np.array([True] * count, dtype=object)
         columns["__rollout_n__"] = np.array([1] * count, dtype=object)
@@ -80,7 +81,7 @@ class Tracer:
         numbers = [int(number) for number in data[ROW_NUMBER]]
         for i in sorted(range(len(keys)), key=numbers.__getitem__):
             number = numbers[i]
-            example = next(e for e in self.examples if int(e[ROW_NUMBER]) == number)
+            example = self.examples[number]
             ids = data["responses"][i].tolist()
             traced = {name.removeprefix(PREFIX): data[name][i].tolist() for name in columns}
             yield {
@@ -89,7 +90,7 @@ class Tracer:
                 "question": _question(example["raw_prompt"]),
                 "reference": str(example["reward_model"]["ground_truth"]),
                 "score": float(data["rm_scores"][i].sum()),
-                **self._seen(example, number),
+                **self.seen[number],
                 "response": self.tokenizer.decode(ids, skip_special_tokens=True),
                 "tokens": [self._token(token, {k: v[t] for k, v in traced.items()}) for t, token in enumerate(ids)],
             }
@@ -110,15 +111,14 @@ class Tracer:
         }
 
     def _seen(self, example: dict, number: int) -> dict[str, Any]:
-        """The views of a row, written once; box and size of its last image."""
+        """Write the views of a row; their files, and box and size of its last image."""
         source = example[ROW_IMAGES]
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
         seen: dict[str, Any] = {"bbox": source.box and [float(v) for v in source.box]}
         for view, images in source.rendered(self.trainer.recipe.views):
             name = f"images/row{number}_{view}.png"
             seen[f"{view}_image"] = name
-            if not (self.folder / name).exists():
-                _write_image(images[-1], self.folder / name)
+            _write_image(images[-1], self.folder / name)
         return seen | {"original_size": list(source.size())}
 
 
