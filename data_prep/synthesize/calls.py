@@ -181,8 +181,6 @@ def cut_off_key(key: str, sampling: Sampling) -> str:
 
 async def finish_all(calls: Sequence[Any]) -> list[Any]:
     """Await all, then return their results or raise the first exception."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]  # a failure that a call returns, rather than raises, is a result

@@ -1,7 +1,7 @@
 """An OpenAI-compatible server: one POST for a call, retried where a retry can help.
 
 Only the address that the user named is contacted: no redirect is followed. Its key is read from the environment, goes into one
-header and nowhere else.
+header and nowhere else: where a server sends it back, it is taken out of what is said and kept.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import math
 import os
 import random
+import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from tqdm import tqdm
@@ -27,6 +28,8 @@ from data_prep.synthesize.replies import Reply
 MAX_REPLY_BYTES = 4 * 2**20
 #: Statuses that no other call will fare better with: wrong key, no right, wrong address or model.
 HOPELESS = (401, 403, 404)
+#: A shorter key is none ("EMPTY"), and may be a word of a reply: it is taken out of messages, not out of replies.
+SHORTEST_KEY = 12
 #: Calls in a row that fail before the run stops.
 MAX_FAILURES = 20
 
@@ -99,6 +102,7 @@ class Server:
         self.retry = retry or Retry()
         self.retries = 0
         self._key = _read_key(key_variable)
+        self._forms = re.compile("|".join(map(re.escape, _forms(self._key))), re.I) if self._key else None
         self._not_before = 0.0
         self._failures = 0
 
@@ -182,18 +186,24 @@ class Server:
                 body = await _read(response)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise _Again(f"no reply within {self.retry.timeout:g} s") from error
-        except httpx.TransportError as error:
-            raise _Again(f"connection failed ({type(error).__name__}: {self._hide(str(error))})") from error
+        except httpx.TransportError as error:  # without the error itself, which may quote the reply
+            raise _Again(f"connection failed ({type(error).__name__}: {self._hide(str(error))})") from None
         except httpx.HTTPError as error:
-            raise CallRefused(f"the reply cannot be read ({self._hide(str(error))})") from error
+            raise CallRefused(f"the reply cannot be read ({self._hide(str(error))})") from None
         self._check_status(response, body)
-        return _completion(response, body, time.monotonic() - start, self._option)
+        try:
+            reply = _completion(response, body, time.monotonic() - start, self._option)
+        except CallRefused as fault:
+            raise CallRefused(self._hide(str(fault))) from None
+        if self._key is None or len(self._key) < SHORTEST_KEY:
+            return reply
+        return replace(reply, text=self._hide(reply.text), finish_reason=self._hide(reply.finish_reason or "") or None)
 
     def _check_status(self, response: httpx.Response, body: bytes) -> None:
         status = response.status_code
         if status == 200:
             return
-        said = self._hide(body[:300].decode(errors="replace"))
+        said = self._hide(body.decode(errors="replace"))  # all of it: a cut could leave a part of the key
         told = f"status {status}: {' '.join(said.split())[:200]!r}"
         if status == 429 or status >= 500:
             raise _Again(told, _retry_after(response.headers.get("retry-after")))
@@ -207,7 +217,7 @@ class Server:
         raise CallRefused(told)
 
     def _hide(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        return self._forms.sub("***", text) if self._forms else text
 
 
 class _Again(Exception):
@@ -233,7 +243,8 @@ def check_url(url: str, option: str = "--url") -> str:
     except ValueError:
         sound = False
     if not sound:
-        raise DataError(f"{option} {url!r}: it must be an address such as http://localhost:8000/v1")
+        shown = re.sub("//[^/]*@", "//***@", re.split("[?#]", url)[0])
+        raise DataError(f"{option} {shown!r}: it must be an address such as http://localhost:8000/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise DataError(
             f"{option} must hold no user, password, query or fragment; put the key into a variable (--api-key-env)"
@@ -252,6 +263,13 @@ def _read_key(variable: str | None) -> str | None:
     if not key.isascii() or not key.isprintable():
         raise DataError(f"--api-key-env {variable}: its value has characters that a header cannot hold")
     return key
+
+
+def _forms(key: str) -> list[str]:
+    """How a server, or a message about what it sent, may write a key; the longest first."""
+    escaped = json.dumps(key)[1:-1]
+    forms = {key, escaped, escaped.replace("/", "\\/"), repr(key)[1:-1], repr(key.encode())[2:-1], quote(key, safe="")}
+    return sorted(forms, key=len, reverse=True)
 
 
 async def _read(response: httpx.Response) -> bytes:

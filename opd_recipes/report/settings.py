@@ -44,8 +44,10 @@ NOT_TRAINING = ("opd.poll_interval", "opd.head_chunk", "opd.trace", "reward.num_
 _EXACT = {"actor_rollout_ref.rollout.n", "data.seed", "actor_rollout_ref.rollout.seed"}
 
 _SECRET = re.compile(
-    r"env_vars\.|(api|access|secret|private)_?key$|secret|passw|credential|(auth|hf|bearer)_?token$", re.I
+    r"env_vars\.|(api|access|secret|private)[_-]?key$|secret|passw|credential|(^|[._-])token$|(auth|access)token$", re.I
 )
+#: User and password of an address.
+_LOGIN = re.compile(r"(?<=://)[^/@\s]*@")
 ABSENT = "not set"
 
 
@@ -130,7 +132,8 @@ def _shown(key: str, values: Mapping[str, Any]) -> str:
     if _SECRET.search(key):
         return "(not shown)"
     value = values[key]
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    shown = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    return _LOGIN.sub("(not shown)@", shown)
 
 
 def _rank(key: str) -> int | None:
