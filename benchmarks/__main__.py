@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import growth, head, report
+from benchmarks import growth, head, model, report
 from benchmarks.head import Size
 from benchmarks.measure import ratios, spread
 
 #: The vocabularies of Qwen3-VL and of Qwen3.5.
 VOCABULARIES = (151_936, 248_320)
+
+PARTS = ("head", "growth", "model", "updates")
 
 #: What the plain way holds at its peak, in fp32 numbers per token and word: log-probabilities, gradient, gradient of logits.
 PLAIN_COPIES = 3.3
@@ -82,11 +84,10 @@ def main() -> None:
     )
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the rows about the head")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--only", nargs="+", choices=["head", "updates", "growth"], default=["head", "updates", "growth"]
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all but 'model', on a GPU all but 'updates'")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that the command works")
     args = parser.parse_args()
+    args.only = args.only or [part for part in PARTS if part != ("updates" if args.device == "cuda" else "model")]
     results: dict[str, Any] = {}
     if "head" in args.only:
         results |= head_rows(args)
@@ -95,6 +96,8 @@ def main() -> None:
         if args.quick:
             smallest = replace(smallest, vocabulary=2048, prompt=64, response=32, hidden=32, chunk=8)
         results["growth"] = growth.measure(smallest, 1, say)
+    if "model" in args.only:
+        results |= model_rows(args)
     if "updates" in args.only:
         results |= update_rows(args)
     report.write(args.out, results, sys.argv[1:], args)
@@ -103,9 +106,20 @@ def main() -> None:
         print("\n--quick: sizes at which nothing is saved; the ratios mean nothing")
 
 
+def model_rows(args: argparse.Namespace) -> dict[str, Any]:
+    """A model with head and loss, without verl."""
+    case = model.TINY if args.quick else model.LARGE if args.device == "cuda" else model.SMALL
+    found = model.measure(replace(case, dtype=args.dtype, device=args.device), args.repeats, say)
+    peaks, seconds, given = found["bytes"], found["seconds"], found["inputs"]
+    return {
+        "model_memory_ratio": {**spread([peaks["plain"] / peaks["ours"]]), "bytes": peaks, "inputs": given},
+        "model_time_ratio": {**spread(ratios(seconds["plain"], seconds["ours"])), "seconds": seconds, "inputs": given},
+    }
+
+
 def update_rows(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cuda":
-        say("whole updates are left out: they are measured with the engines' CPU configuration (--device cpu)")
+        say("whole updates are left out: they need verl, in its CPU configuration (--device cpu); 'model' does not")
         return {}
     from benchmarks import updates
 

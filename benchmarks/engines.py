@@ -1,9 +1,9 @@
 """Whole updates: the product's engines and the plain way, on one small random Qwen3-VL and the same rows.
 
 The model is as small as a CPU needs and keeps the proportions of Qwen3.5-4B: the head has a fifth of the weights of the text
-layers (vocabulary 4,608; with 15,872 three fifths, as in Qwen3.5-0.8B), the vision tower costs an image token a third of what
-the text layers do. Everything is a tenth as wide, and sequences are a tenth as long: attention, whose cost grows with the
-square of the length, keeps its share as well.
+layers (vocabulary 4,608; with 15,872 three fifths, as in Qwen3.5-0.8B), the vision tower costs an image token three quarters
+of what the text layers do, by multiplications (as in Qwen3-VL-4B on an image of 1,900 tokens). Everything is a tenth as
+wide, and sequences are a tenth as long: attention, whose cost grows with the square of the length, keeps its share as well.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Rows:
     """A mini-batch: every row has one image, ``text`` tokens and a response.
 
     Args:
+        rollouts: Rows of a prompt, one after another: the same image and text, and responses of their own. The papers' 8.
         image, teacher_image: (rows, columns) of image tokens of the student's and the teacher's image.
         micro_rows: Rows of a micro-batch, for both sides.
     """
 
     count: int = 16
+    rollouts: int = 8
     image: tuple[int, int] = (12, 16)
     teacher_image: tuple[int, int] = (12, 16)
     text: int = 8
@@ -59,14 +61,24 @@ class Rows:
         return high * wide + 2 + self.text + self.response
 
 
+#: The toy's model, tokenizer and processor.
+BASE = Path(__file__).parents[1] / "data_prep" / "toy" / "base"
+
+
 def make_model(folder: Path, shape: Shape) -> Path:
     """Write a random model with the toy's tokenizer and processor; returns its folder."""
+    random_model(shape).save_pretrained(folder)
+    for file in BASE.iterdir():
+        if file.name not in ("config.json", "model.safetensors", "base.json"):
+            shutil.copy(file, folder)
+    return folder
+
+
+def random_model(shape: Shape, seed: int = 0) -> Any:
+    """A random Qwen3-VL, fp32."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    import data_prep.toy
-
-    base = Path(data_prep.toy.__file__).parent / "base"
-    config = AutoConfig.from_pretrained(base)
+    config = AutoConfig.from_pretrained(BASE)
     text, vision = config.text_config, config.vision_config
     values = asdict(shape)
     for name in ("vision_hidden", "vision_depth"):
@@ -81,16 +93,16 @@ def make_model(folder: Path, shape: Shape) -> Path:
         shape.hidden_size,
     )
     vision.intermediate_size, vision.num_heads = 4 * shape.vision_hidden, shape.vision_hidden // 32
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float()
-    model.save_pretrained(folder)
-    for file in base.iterdir():
-        if file.name not in ("config.json", "model.safetensors", "base.json"):
-            shutil.copy(file, folder)
-    return folder
+    torch.manual_seed(seed)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float()
 
 
-def prompt(generator: torch.Generator, image: tuple[int, int], words: torch.Tensor) -> dict[str, Any]:
+def picture(generator: torch.Generator, image: tuple[int, int]) -> torch.Tensor:
+    """Random pixels of an image of so many tokens."""
+    return torch.randn(4 * image[0] * image[1], PATCH_NUMBERS, generator=generator)
+
+
+def prompt(pixels: torch.Tensor, image: tuple[int, int], words: torch.Tensor) -> dict[str, Any]:
     """An image and ``words``, as the rollout worker makes a prompt: ids (L,), positions (4, L), model inputs."""
     high, wide = image
     ids = torch.cat([torch.tensor([START]), torch.full((high * wide,), IMAGE), torch.tensor([END]), words])
@@ -98,7 +110,6 @@ def prompt(generator: torch.Generator, image: tuple[int, int], words: torch.Tens
     of_image = torch.stack([torch.zeros(high * wide, dtype=torch.long), rows.flatten(), columns.flatten()]) + 1
     rest = torch.arange(len(words) + 1) + 1 + max(high, wide)
     planes = torch.cat([torch.zeros(3, 1, dtype=torch.long), of_image, rest.expand(3, -1)], dim=1)
-    pixels = torch.randn(4 * high * wide, PATCH_NUMBERS, generator=generator)
     return {
         "ids": ids,
         "positions": torch.cat([torch.arange(len(ids))[None], planes]),
@@ -109,10 +120,15 @@ def prompt(generator: torch.Generator, image: tuple[int, int], words: torch.Tens
 def make_rows(rows: Rows) -> list[dict[str, Any]]:
     """Random rows with the columns that the update reads."""
     generator, out = torch.Generator().manual_seed(0), []
-    for _ in range(rows.count):
-        words = torch.randint(WORDS, (rows.text + rows.response,), generator=generator)
-        student, teacher = (prompt(generator, image, words) for image in (rows.image, rows.teacher_image))
-        response = words[rows.text :]
+    sizes = (rows.image, rows.teacher_image)
+    for number in range(rows.count):
+        if number % rows.rollouts == 0:
+            text = torch.randint(WORDS, (rows.text,), generator=generator)
+            pictures = [picture(generator, size) for size in sizes]
+        response = torch.randint(WORDS, (rows.response,), generator=generator)
+        words = torch.cat([text, response])
+        # Every row has pixels of its own, as Ray brings them.
+        student, teacher = (prompt(p.clone(), size, words) for p, size in zip(pictures, sizes, strict=True))
         out.append(
             {
                 "input_ids": student["ids"],

@@ -27,7 +27,7 @@ def measure(quick: bool, repeats: int, say: Callable[[str], None]) -> dict[str, 
     harness.start()
     torch.set_num_threads(threads)
     shapes = {"tiny": TINY} if quick else {"Qwen3.5-4B": Shape(), "Qwen3.5-0.8B": Shape(vocab_size=15_872)}
-    rows = Rows(count=4, image=(4, 6), teacher_image=(4, 6), response=8, micro_rows=2) if quick else Rows()
+    rows = Rows(4, 2, image=(4, 6), teacher_image=(4, 6), response=8, micro_rows=2) if quick else Rows()
     with tempfile.TemporaryDirectory() as folder:
         cases = {}
         for name, shape in shapes.items():
@@ -39,10 +39,10 @@ def measure(quick: bool, repeats: int, say: Callable[[str], None]) -> dict[str, 
         out = {"update_time_ratio": {**cases[first], "models": cases}}
         model, given = Path(folder) / first, cases[first]["inputs"]
         say("updates of a share of the rows")
-        rows = replace(rows, count=20 if not quick else 4, micro_rows=5 if not quick else 2, response=24)
+        rows = replace(rows, count=24 if not quick else 4, response=24)
         out |= selected(model, rows, repeats, given | {"rows": asdict(rows)})
         say("RP-OPSD and OPSD")
-        rows = replace(rows, count=8 if not quick else 2, micro_rows=4 if not quick else 2)
+        rows = replace(rows, count=8 if not quick else 2)
         out["rp_vs_opsd_step_ratio"] = rp_against_opsd(model, rows, repeats, given)
     return out
 
@@ -58,14 +58,16 @@ def against_plain(model: Path, rows: Rows, repeats: int) -> dict[str, Any]:
 def selected(model: Path, rows: Rows, repeats: int, given: dict[str, Any]) -> dict[str, Any]:
     """BAS-OPD's update of a share of the rows, over the update of all rows by a recipe that selects nothing.
 
-    Which rows does not matter for the time, so the first ones are taken; the recipe's utilities are computed.
+    The share is one of every prompt's rows: fewer rows then share an image, as where a selection takes some rollouts of
+    each prompt. The recipe's utilities are computed.
     """
     batch = engines.make_rows(rows)
     whole = engines.ours(model, rows)
     some = engines.ours(model, rows, "opd/selection=random", "opd.divergence.tail=renormalise")
     counts = {share: max(1, round(share * len(batch))) for share in SHARES}
     sides: dict[str, Callable[[], Any]] = {"all": lambda: whole(batch)}
-    sides |= {str(share): lambda count=count: some(batch[:count]) for share, count in counts.items()}  # type: ignore[misc]
+    chosen = {share: [batch[i * len(batch) // count] for i in range(count)] for share, count in counts.items()}
+    sides |= {str(share): lambda picked=picked: some(picked) for share, picked in chosen.items()}  # type: ignore[misc]
     seconds = alternate(sides, repeats)
     fractions = {str(share): spread(ratios(seconds[str(share)], seconds["all"])) for share in SHARES}
     return {

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from verl.trainer.config import CheckpointConfig
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from opd_recipes.checkpoint_manager import CheckpointManager
 from opd_recipes.lora import is_adapter
 from opd_recipes.teacher import local, move, reshard, stays
 
@@ -27,7 +27,7 @@ class AdapterTeacher:
     def __init__(self, student: Any):
         self.student = student
         self._weights = self._copy()
-        self._checkpoints = FSDPCheckpointManager(
+        self._checkpoints = CheckpointManager(
             model=student.module,
             processing_class=student.model_config.get_processor(),
             checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"], save_lora_only=True),

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from opd_recipes.checkpoints import check_resume
+from opd_recipes.families import check_model_files, check_pixels
 from opd_recipes.lora import check_lora
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
@@ -125,12 +127,16 @@ def check_run(config: Any, files: bool = True) -> Recipe:
             "a seeded prompt that is prefilled in parts; set enable_chunked_prefill=false, as +overlay=cpu does"
         )
     check_lora(config)
+    check_pixels(config.data.get("mm_processor_kwargs"))
     _check_mode(config, recipe)
     _check_objective(config, recipe)
     _check_selection(config, recipe)
     if files:
         for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "opd.teacher.path"):
             _check_paths(key, OmegaConf.select(config, key))
+        model = config.actor_rollout_ref.model
+        check_model_files(model.path, bool(model.use_remove_padding))
+        check_resume(config)
     return recipe
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
+from opd_recipes.families import check_processor
 from opd_recipes.images import ImageRoot, RowImages
 from opd_recipes.recipe import Recipe
 from opd_recipes.registry import RecipeError
@@ -99,6 +100,7 @@ class TwoViewDataset(RLHFDataset):
 
     def maybe_filter_out_long_prompts(self, dataframe=None):
         """Check every row: both views can be drawn, and both prompts fit. verl calls this once the files are read."""
+        check_processor(self.processor)
         self._file_starts = _file_starts(self.data_files)
         self._kept: list[int] = list(range(len(dataframe)))
         self._numbers = self._row_numbers(len(dataframe))

@@ -184,7 +184,7 @@ class StudentEngine(HeadEngine):
         tokens, responses, total = counts.tolist()
         return Normaliser(int(tokens), int(responses), world=self.get_data_parallel_size(), weight=total)
 
-    def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
+    def _step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
         if tu.get_non_tensor_data(micro_batch, "hidden_chunk", None) is not None:
             return self._hidden_step(micro_batch)
         micro_batch = micro_batch.to(get_device_id())

@@ -1,6 +1,6 @@
 """``opd_recipes export CHECKPOINT --to FOLDER``: the student or the teacher of a checkpoint as a Hugging Face folder.
 
-verl's merger picks the model class and puts the shards of a parameter together; what is different here: shards are loaded as
+verl's merger picks the model class; what is different here: shards are loaded as
 tensors only (``weights_only``), a checkpoint that lacks a part is refused by name, weights may stay in fp32, and the folder is
 there with everything or not at all.
 """
@@ -8,7 +8,6 @@ there with everything or not at all.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import pickle
@@ -20,15 +19,16 @@ from typing import Any
 
 import torch
 
+from opd_recipes.checkpoints import SHARDS, TEACHER_FOLDER, WORLD_FILE, check_contents, saved_world
 from opd_recipes.lora import DOWN, META_FILE, Scale, is_adapter, merged, plain_name
 from opd_recipes.registry import RecipeError
+from opd_recipes.resharding import whole
 
-#: The models of a checkpoint; the teacher's folder lies in the student's under this name (worker.TEACHER_FOLDER).
-STUDENT, TEACHER = "student", "teacher"
+#: The models of a checkpoint; the teacher's folder lies in the student's.
+STUDENT, TEACHER = "student", TEACHER_FOLDER
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 #: What verl writes beside the shards: the model's configuration, tokenizer, processor and chat template.
 MODEL_FOLDER = "huggingface"
-SHARD = "model_world_size_{world}_rank_{rank}.pt"
 #: Written anew with the weights; every other file of :data:`MODEL_FOLDER` is copied as it is.
 WRITTEN = {"config.json", "model.safetensors.index.json"}
 
@@ -82,11 +82,11 @@ def export(
     partial.mkdir(parents=True)
     try:
         merger = _merger(source, partial)
-        weights = Weights(paths, merger)
+        weights = Weights(paths)
         if adapter:
             save_adapter(source, weights, DTYPES[dtype or "float32"], partial)
         else:
-            state = plain_weights(source, weights, DTYPES[dtype or "bfloat16"], merger)
+            state = plain_weights(source, weights, DTYPES[dtype or "bfloat16"])
             _save(merger, source / MODEL_FOLDER, state, partial)
         os.replace(partial, target)  # an empty target is replaced as well
     except BaseException:
@@ -107,11 +107,11 @@ def find_model(checkpoint: Path, which: str) -> Path:
     """
     student = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
     source = student if which == STUDENT else student / TEACHER
-    if (source / "fsdp_config.json").is_file():
+    if (source / WORLD_FILE).is_file():
         return source
-    if (student / "fsdp_config.json").is_file():
+    if (student / WORLD_FILE).is_file():
         raise RecipeError(f"{student} has no {TEACHER} folder: the run had no teacher; use --which student")
-    raise RecipeError(f"{checkpoint} is no checkpoint of FSDP: neither it nor its actor folder has a fsdp_config.json")
+    raise RecipeError(f"{checkpoint} is no checkpoint of FSDP: neither it nor its actor folder has a {WORLD_FILE}")
 
 
 def find_shards(source: Path) -> list[Path]:
@@ -120,8 +120,8 @@ def find_shards(source: Path) -> list[Path]:
     Raises:
         RecipeError: Some are missing, named.
     """
-    world = json.loads((source / "fsdp_config.json").read_text())["world_size"]
-    shards = [source / SHARD.format(world=world, rank=rank) for rank in range(world)]
+    world = saved_world(source)
+    shards = [source / SHARDS["model"].format(world=world, rank=rank) for rank in range(world)]
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise RecipeError(
@@ -141,6 +141,7 @@ def load_shard(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         RecipeError: The file is damaged, or has other objects in it.
     """
+    check_contents([path])
     import torch.distributed.tensor  # what a shard may have beside plain tensors is declared safe there
 
     # It warns of a mesh without processes, which is all that a mesh is here.
@@ -171,22 +172,20 @@ class Weights:
 
     Args:
         paths: The shard of each rank, in their order.
-        merger: verl's, which knows how the parts of a placement go together.
 
     Raises:
         RecipeError: The shards do not fit one another.
     """
 
-    def __init__(self, paths: list[Path], merger: Any):
+    def __init__(self, paths: list[Path]):
         self._shards = [load_shard(path) for path in paths]
-        self._merger = merger
         self.names = list(self._shards[0])
         for path, shard in zip(paths, self._shards, strict=True):
             if odd := sorted(shard.keys() ^ self._shards[0].keys()):
                 raise RecipeError(f"{path}: differs from {paths[0].name} in {len(odd)} names, e.g. {odd[0]}")
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return _merge(name, [shard[name] for shard in self._shards], dtype, self._merger)
+        return whole(name, [shard[name] for shard in self._shards]).to(dtype)
 
     @property
     def adapter(self) -> list[str]:
@@ -206,7 +205,7 @@ class Weights:
         return scale
 
 
-def plain_weights(source: Path, weights: Weights, dtype: torch.dtype, merger: Any) -> dict[str, torch.Tensor]:
+def plain_weights(source: Path, weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The model's weights by their names without peft; an adapter is merged in fp32.
 
     A teacher with an adapter has nothing else in its folder: the frozen weights are the student's.
@@ -218,7 +217,7 @@ def plain_weights(source: Path, weights: Weights, dtype: torch.dtype, merger: An
         return {name: weights.whole(name, dtype) for name in weights.names}
     scale, frozen = weights.scale(source), weights
     if len(weights.adapter) == len(weights.names) and source.name == TEACHER:
-        frozen = Weights(find_shards(source.parent), merger)
+        frozen = Weights(find_shards(source.parent))
     names = [*(name for name in frozen.names if not is_adapter(name)), *weights.adapter]
     if len(names) == len(weights.adapter):
         raise RecipeError(
@@ -256,24 +255,6 @@ def save_adapter(source: Path, weights: Weights, dtype: torch.dtype, folder: Pat
     settings.save_pretrained(str(folder))
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")
-
-
-def _merge(name: str, parts: list[Any], dtype: torch.dtype, merger: Any) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-    from verl.model_merger.fsdp_model_merger import merge_non_dtensor_shards
-
-    source, first = merger.config.local_dir, parts[0]
-    if not isinstance(first, DTensor):
-        return merge_non_dtensor_shards(name, parts).to(dtype)
-    mesh = first.device_mesh
-    if mesh.mesh_dim_names not in (("fsdp",), ("ddp", "fsdp")):
-        raise RecipeError(f"{source}: {name} is sharded over {mesh.mesh_dim_names}; only FSDP2's own sharding is known")
-    # Replicas repeat the first group's shards, whose ranks are the first ones.
-    local = [part.to_local().to(dtype) for part in parts[: mesh.shape[-1]]]
-    whole = merger._merge_by_placement(local, first.placements[-1])
-    if whole.shape != first.shape:
-        raise RecipeError(f"{source}: {name} has shape {tuple(whole.shape)} after merging, not {tuple(first.shape)}")
-    return whole
 
 
 def _save(merger: Any, described: Path, state: dict[str, torch.Tensor], folder: Path) -> None:

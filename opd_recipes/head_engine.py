@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from transformers.utils.import_utils import is_flash_linear_attention_available
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
@@ -17,11 +18,15 @@ from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+from opd_recipes.checkpoint_manager import CheckpointManager
+from opd_recipes.families import check_packing
+from opd_recipes.grouping import Parts, filled, levelled_parts, members
 from opd_recipes.lora import check_adapter, merged
 from opd_recipes.registry import RecipeError
 from opd_recipes.teacher import follow, local
 from opd_recipes.topk_head import HeadOutput, HiddenRequest, StreamedHead
-from opd_recipes.verl_compat import plane_major_positions
+from opd_recipes.verl_compat import plane_major_positions, tower_of_tensors
+from opd_recipes.vision_tower import DistinctImages, picture_key
 
 #: What an engine reads of a prompt; for a teacher's view the rollout worker adds each behind the view's name.
 VIEW_COLUMNS = ("input_ids", "positions", "multi_modal_inputs")
@@ -62,11 +67,22 @@ def packed(micro_batch: TensorDict) -> bool:
 
 
 class HeadEngine(FSDPEngineWithLMHead):
-    """verl's FSDP2 engine, with :class:`StreamedHead` for an ``lm_head``."""
+    """verl's FSDP2 engine, with :class:`StreamedHead` for an ``lm_head``, and every distinct image of a micro-batch once."""
+
+    #: The micro-batches of the batch that is run now; None where verl chooses them.
+    _parts: Parts | None = None
+    checkpoint_manager: Any
+
+    def initialize(self):
+        super().initialize()
+        self.checkpoint_manager = CheckpointManager.of(self.checkpoint_manager)
 
     def _build_module(self):
         module = super()._build_module()
+        check_packing(module.config.model_type, self.use_remove_padding, is_flash_linear_attention_available())
+        tower_of_tensors(module)
         self.head = StreamedHead.install(module)
+        self.images = DistinctImages.install(module)
         return module
 
     def _build_lora_module(self, module):
@@ -96,6 +112,48 @@ class HeadEngine(FSDPEngineWithLMHead):
         weights = merged(state, whole, self.lora_factor)
         named = (convert_weight_keys(dict([weight]), model).popitem() for weight in weights)
         yield from unfuse_moe_params(named, self.model_config.hf_config.model_type)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict:
+        """verl's, on micro-batches that keep rows with the same images together."""
+        parts = self._together(data)
+        if parts is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        self._parts = Parts(data, parts)
+        try:
+            output = super().forward_backward_batch(self._parts.stand_ins(), loss_function, forward_only)
+            return output | {"model_output": self._parts.output()}
+        finally:
+            self._parts = None
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
+        """What verl calls for each micro-batch; an engine's own work is in :meth:`_step`."""
+        if self._parts is None:
+            return self._step(micro_batch, loss_function, forward_only)
+        loss, output = self._step(self._parts.open(micro_batch), loss_function, forward_only)
+        self._parts.keep(micro_batch, output.pop("model_output"))
+        return loss, output
+
+    def _step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
+        raise NotImplementedError
+
+    def _together(self, data: TensorDict) -> list[list[int]] | None:
+        """The rows of each micro-batch; None, on all ranks alike, where verl's own choice is as good or fixed."""
+        if self.images is None or not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            return None
+        pictures = [picture_key(inputs) for inputs in data.get("multi_modal_inputs", [None] * len(data))]
+        groups = members([("no image", i) if key is None else key for i, key in enumerate(pictures)])
+        lengths, budget = data["input_ids"].offsets().diff().tolist(), int(data["max_token_len_per_gpu"])
+        order = [row for rows in groups for row in rows]
+        shared, needed = len(groups) < len(pictures), len(filled(lengths, order, budget))
+        # FSDP runs as many micro-batches on every rank. A row above the budget is refused by verl, with a message.
+        most = torch.tensor([shared, needed, -len(lengths), max(lengths) > budget], device=get_device_id())
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self.get_data_parallel_group())
+        shared, count, rows, too_long = most.tolist()
+        if not shared or too_long or count > -rows:
+            return None
+        return levelled_parts(lengths, order, count, budget)
 
     def _answer(self, micro_batch: TensorDict, request: Callable) -> HeadOutput:
         """Run the model on a micro-batch and return what ``request`` makes of the final hidden states."""
@@ -198,7 +256,7 @@ class TeacherEngine(HeadEngine):
         with self.eval_mode():
             follow(rule, self.module, student.module, step)
 
-    def forward_step(self, micro_batch: TensorDict, loss_function, forward_only: bool):
+    def _step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool):
         assert forward_only, "the teacher has no backward"
         return self._hidden_step(micro_batch)
 

@@ -12,14 +12,16 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from opd_recipes.checkpoints import how_to_continue
 from opd_recipes.registry import RecipeError
+from opd_recipes.watch import RunStopped
 
 
 @hydra.main(config_path="pkg://opd_recipes.config", config_name="vision_opd", version_base=None)
 def main(config: DictConfig) -> None:
     try:
         run(config)
-    except RecipeError as error:
+    except (RecipeError, RunStopped) as error:
         sys.exit(f"opd_recipes: {error}")
 
 
@@ -27,9 +29,10 @@ def run(config: DictConfig) -> None:
     """Train.
 
     Raises:
-        RecipeError: The configuration cannot be run.
+        RecipeError: The configuration, or something that it names, cannot be used.
+        RunStopped: The run could not go on.
     """
-    from opd_recipes import cluster
+    from opd_recipes import cluster, leftovers
     from opd_recipes.check import check_run
 
     existing = cluster.address(config)
@@ -62,13 +65,20 @@ def run(config: DictConfig) -> None:
             import opd_recipes.verl_registration  # noqa: F401  by its plugin too, but only where the package is installed
 
             cluster.check_cluster(config)
+            kept = leftovers.start()
             super().run(config)
+            del kept  # until here
 
     try:
         main_ppo.run_ppo(config, task_runner_class=ray.remote(TaskRunner))
-    except ray.exceptions.RayTaskError as error:
+    except ray.exceptions.RayError as error:
         # Found by a worker (a bad row, say): the message is for the user, the remote traceback is not.
-        if isinstance(error.cause, RecipeError):
-            ray.shutdown()  # ends the workers' log lines, so that the message is the last thing to read
-            raise error.cause from None
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RecipeError | RunStopped):
+            if isinstance(cause, RunStopped):
+                cause = RunStopped(f"{cause}. {how_to_continue(config)}")
+            raise cause from None
+        error.add_note(f"opd_recipes: {how_to_continue(config)}")
         raise
+    finally:
+        leftovers.end_ray()  # with the workers' log lines, so that a message is the last thing to read

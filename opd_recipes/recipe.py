@@ -23,7 +23,15 @@ from opd_recipes.weights import Weights
 ADVANTAGE_SETTINGS = {"coefficient", "discount", "task_advantage"}
 
 #: Fields of :class:`Recipe` that stand under their own names in the ``opd`` section.
-SETTINGS = ("on_bad_row", "head_chunk", "poll_interval", "seeded_rollouts", "max_skipped_updates", "oracle_every")
+SETTINGS = (
+    "on_bad_row",
+    "head_chunk",
+    "poll_interval",
+    "stall_timeout",
+    "seeded_rollouts",
+    "max_skipped_updates",
+    "oracle_every",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Recipe:
         on_bad_row: ``error`` or ``skip``: what a row does whose image or box cannot give the views.
         head_chunk: Response positions per chunk of the streamed head.
         poll_interval: Seconds between two looks at the rollout queue.
+        stall_timeout: Seconds without a finished prompt or step after which the run stops instead of waiting on.
         seeded_rollouts: Whether each response is sampled with a seed of its own, made from ``rollout.seed``, the step, the
             row and the rollout's number, so that a run can be repeated. Costs vLLM some speed in large batches.
         max_skipped_updates: Updates in a row with a gradient that is not finite after which the run stops.
@@ -65,6 +74,7 @@ class Recipe:
     on_bad_row: str
     head_chunk: int
     poll_interval: float
+    stall_timeout: float
     seeded_rollouts: bool
     max_skipped_updates: int
     oracle_every: int
@@ -155,6 +165,8 @@ class Recipe:
             raise RecipeError(f"opd.trace.rows: must not be negative, got {self.trace['rows']}")
         if self.poll_interval <= 0:
             raise RecipeError(f"opd.poll_interval: must be above 0 seconds, got {self.poll_interval}")
+        if self.stall_timeout <= 0:
+            raise RecipeError(f"opd.stall_timeout: must be above 0 seconds, got {self.stall_timeout}")
 
     def _check_objective(self) -> None:
         objective, divergence = self.objective, self.divergence

@@ -42,6 +42,10 @@ class Process:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def minutes(self) -> float:
         return (time.time() - self.began) / 60
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,17 +22,21 @@ from verl.trainer.ppo.v1 import (
     PPOTrainerSync,
     trainer_separate_async,
 )
+from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 from verl.workers.utils.padding import response_from_nested
 
 from opd_recipes.advantage import divergence_for_advantage
 from opd_recipes.check import check_run, updates_once
+from opd_recipes.checkpoints import begin, prune
 from opd_recipes.dataset import ROW_NUMBER
+from opd_recipes.grouping import SLACK, for_ranks
 from opd_recipes.head_engine import view_columns
 from opd_recipes.loss import MOMENTS, pearson
 from opd_recipes.rollout import FEATURE_COLUMN, TEACHER_TOKENS
 from opd_recipes.selection import FEATURES, Candidates, captured_utility
 from opd_recipes.trace import Tracer
 from opd_recipes.verl_compat import LiteralMode, warnings_only
+from opd_recipes.watch import RunStopped, Watch, living
 from opd_recipes.worker import OpdActorRolloutRefWorker, OpdDetachActorWorker
 
 #: The columns that every update reads. The others (raw prompts, rewards, ...) stay in the queue.
@@ -62,6 +67,7 @@ class OpdTrainerMixin(_Trainer):
     """What every trainer mode shares: the worker class, and the shape of a step."""
 
     worker_class: type = OpdActorRolloutRefWorker
+    _phases = 0  # parts of steps that have begun
 
     def __init__(self, config):
         self.recipe = check_run(config)
@@ -86,7 +92,18 @@ class OpdTrainerMixin(_Trainer):
         super()._init_dataloader()
         self.val_dataset.set_views(self.recipe.validation_views)
 
+    def fit(self, agent_loop_manager):
+        alive = living({"the load balancer": self.llm_server_manager.global_load_balancer})
+        with Watch(self._position, self.recipe.stall_timeout, alive):
+            super().fit(agent_loop_manager)
+
+    def _position(self) -> tuple[int, int, int]:
+        """How far the run is: steps, parts of the step, prompts that have all their answers."""
+        finished = list(self.replay_buffer.finished_keys.values())
+        return self.global_steps, self._phases, sum(map(len, finished))
+
     def _balance_batch(self, batch: KVBatchMeta, metrics, **kwargs) -> KVBatchMeta:
+        self._phases += 1
         expected = (
             self.config.data.train_batch_size // self.parameter_sync_step * self.config.actor_rollout_ref.rollout.n
         )
@@ -106,7 +123,9 @@ class OpdTrainerMixin(_Trainer):
         # verl balances ranks by this tag, which counts the student's tokens only; a rank also runs the teacher on its rows.
         for tag, teacher in zip(batch.tags, self._teacher_tokens(batch), strict=True):
             tag["seq_len"] = tag["prompt_len"] + tag["response_len"] + teacher
-        return super()._balance_batch(batch, metrics, **kwargs)
+        batch = super()._balance_batch(batch, metrics, **kwargs)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        return _with_prompts_together(batch, ranks, metrics, **kwargs)
 
     @staticmethod
     def _teacher_tokens(batch: KVBatchMeta) -> list[int]:
@@ -158,6 +177,7 @@ class OpdTrainerMixin(_Trainer):
 
     def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """verl's update on the columns that it reads; its metrics under our names."""
+        self._phases += 1
         narrow = KVBatchMeta(
             partition_id=batch.partition_id,
             keys=batch.keys,
@@ -247,13 +267,23 @@ class OpdTrainerMixin(_Trainer):
             )
 
     def _save_checkpoint(self):
+        self._phases += 1
         self._check_space()
+        home = Path(self.config.trainer.default_local_dir)
+        begin(home, self.global_steps)
         state = self.recipe.selection.state_dict()
         if state:  # before verl's part, which ends with naming the checkpoint as the latest
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
             os.makedirs(folder, exist_ok=True)
             torch.save(state, os.path.join(folder, SELECTOR_FILE))
-        super()._save_checkpoint()
+        try:
+            super()._save_checkpoint()
+        except (OSError, RuntimeError) as error:
+            raise RunStopped(
+                f"the checkpoint of step {self.global_steps} could not be written to {home} ({_last_line(error)}), and is not "
+                "the last one until it is. Earlier ones are as they were"
+            ) from error
+        prune(home, self.config.trainer.max_actor_ckpt_to_keep, self.global_steps)
 
     def _load_checkpoint(self):
         super()._load_checkpoint()
@@ -277,6 +307,27 @@ class OpdTrainerMixin(_Trainer):
         # Rewards, advantages and returns are not computed: their zeros would only mislead.
         for key in [key for key in metrics if key.startswith("critic/")]:
             del metrics[key]
+
+
+def _with_prompts_together(
+    batch: KVBatchMeta, ranks: int, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs
+) -> KVBatchMeta:
+    """The rows, which verl has balanced, with those of a prompt on one rank as far as that leaves the ranks balanced."""
+    tokens = [tag["seq_len"] for tag in batch.tags]
+    loads = calculate_workload(torch.tensor(tokens)).tolist()
+    room = len(loads) // ranks
+    most = max(sum(loads[rank * room : (rank + 1) * room]) for rank in range(ranks))
+    prompts = [key.rsplit("_", 2)[0] for key in batch.keys]
+    shares = for_ranks(loads, prompts, ranks, limit=(1 + SLACK) * most)
+    if shares is not None:
+        batch.reorder([row for share in shares for row in share])
+        metrics.update(log_seqlen_unbalance(tokens, shares, logging_prefix))
+    return batch
+
+
+def _last_line(error: Exception) -> str:
+    """Of an error that may be a worker's, whose message is its traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _in_order(data: Any) -> list[int]:

@@ -94,6 +94,16 @@ def plane_major_positions(positions: torch.Tensor) -> torch.Tensor:
     )
 
 
+def tower_of_tensors(model: Any) -> None:
+    """Let the tower of Qwen2-VL and Qwen2.5-VL return the features alone.
+
+    A micro-batch without an image (verl's padding rows are text) runs the tower on a blank one, and verl's forward of these
+    two families takes its answer for a tensor; since transformers 5 it is an object that has no mean.
+    """
+    if model.config.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        model.model.visual.register_forward_hook(lambda tower, args, output: getattr(output, "pooler_output", output))
+
+
 def start_process_group() -> None:
     """Start gloo before verl does: on CPU verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses."""
     from verl.utils.device import get_device_name

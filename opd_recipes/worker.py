@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,15 @@ from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from opd_recipes.checkpoints import (
+    STATE_FILE,
+    TEACHER_FOLDER,
+    check_contents,
+    check_origin,
+    rank_files,
+    read_state,
+    saved_world,
+)
 from opd_recipes.engine import loss_function
 from opd_recipes.lora import MEANING
 from opd_recipes.recipe import Recipe
@@ -22,9 +32,8 @@ from opd_recipes.registry import RecipeError
 from opd_recipes.teacher import local
 from opd_recipes.verl_compat import engine_device, row_major_positions, start_process_group
 
-#: Inside an actor checkpoint: the teacher's shards and the step count of its rule.
-TEACHER_FOLDER = "teacher"
-STATE_FILE = "opd_state_world_size_{world}_rank_{rank}.json"
+#: Of the engine: updates taken, skipped, and skipped in a row.
+STEP_COUNTS = ("finite_steps", "skipped_steps", "skipped_in_a_row")
 
 
 class StudentTrainingWorker(TrainingWorker):
@@ -81,11 +90,11 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         state = {
             "teacher": self._teacher_spec(),
             "adapter": self._adapter_spec(),
-            "finite_steps": self.actor.engine.finite_steps,
-            "skipped_steps": self.actor.engine.skipped_steps,
+            **{name: getattr(self.actor.engine, name) for name in STEP_COUNTS},
         }
-        with open(self._state_file(local_path), "w") as file:
-            json.dump(state, file)
+        # One for each rank, like verl's shards: a node may have a disk of its own.
+        file = STATE_FILE.format(world=dist.get_world_size(), rank=dist.get_rank())
+        Path(local_path, file).write_text(json.dumps(state))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self) -> int:
@@ -106,22 +115,18 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
         model: Any = OmegaConf.to_container(self.config.model)
         return {key: model[key] for key in MEANING} if model["lora_rank"] else None
 
-    @staticmethod
-    def _state_file(local_path: str) -> str:
-        # One for each rank, like verl's shards: a node may have a disk of its own.
-        return os.path.join(local_path, STATE_FILE.format(world=dist.get_world_size(), rank=dist.get_rank()))
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
-        teacher = os.path.join(local_path, TEACHER_FOLDER)
-        if not os.path.isdir(teacher):
-            raise FileNotFoundError(
-                f"{local_path} has no '{TEACHER_FOLDER}' folder: it was not written by this trainer. Resuming from it would "
-                "restart the teacher from the base model. To start a new run from these weights, merge them into a Hugging "
-                "Face folder (opd_recipes export) and set actor_rollout_ref.model.path and trainer.resume_mode=disable"
-            )
-        with open(self._state_file(local_path)) as file:
-            state = json.load(file)
+        """Student and teacher, also where another number of ranks has written them.
+
+        Raises:
+            RecipeError: They are another trainer's, damaged, or of a run that differs in what the weights mean.
+        """
+        actor = Path(local_path)
+        check_origin(actor)
+        world, mine, count = saved_world(actor), dist.get_rank(), dist.get_world_size()
+        files = [rank_files(actor, world, rank, self.config.actor.checkpoint.load_contents) for rank in range(world)]
+        state = read_state(files[mine if world == count else 0][-1])
         if state["teacher"] != self._teacher_spec():
             raise RecipeError(
                 f"{local_path} was written with opd.teacher={state['teacher']}, this run has {self._teacher_spec()}: its "
@@ -134,10 +139,13 @@ class OpdActorRolloutRefWorker(ActorRolloutRefWorker):
                 "(actor_rollout_ref.model): its weights would mean something else. Resume with the settings of that run, or "
                 "start a new run from its merged weights (opd_recipes export, trainer.resume_mode=disable)"
             )
+        # Another number of ranks reads the files of all; it is enough that one has compared each.
+        for *tensors, _ in files[mine::count]:
+            check_contents(tensors)
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        self.teacher.load_checkpoint(teacher, del_local_after_load=del_local_after_load)
-        self.actor.engine.finite_steps = state["finite_steps"]
-        self.actor.engine.skipped_steps = state["skipped_steps"]
+        self.teacher.load_checkpoint(str(actor / TEACHER_FOLDER), del_local_after_load=del_local_after_load)
+        for name in STEP_COUNTS:
+            setattr(self.actor.engine, name, state.get(name, 0))
 
 
 class OpdDetachActorWorker(OpdActorRolloutRefWorker, DetachActorWorker):

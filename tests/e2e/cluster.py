@@ -39,9 +39,10 @@ if [ -n "$ISOLATED" ]; then
     hostname "$1"
     ip link set lo up
 fi
-echo ready; read -r _
-"${@:2}" </dev/null >>"$LOG" 2>&1 || echo failed
-echo started; read -r _ || true
+echo ready
+while read -r _; do
+    "${@:2}" </dev/null >>"$LOG" 2>&1 && echo started || echo failed
+done
 """
 
 
@@ -99,7 +100,7 @@ class Host:
         return self._process.stdout.readline().strip()
 
     def start(self) -> None:
-        """Run the host's command, and wait for its end."""
+        """Run the host's command, and wait for its end; after :meth:`crash` once more."""
         assert self._process.stdin
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
@@ -125,6 +126,13 @@ class Host:
             except psutil.NoSuchProcess:
                 pass
         return found
+
+    def crash(self) -> None:
+        """kill -9 of everything that the command has started, at once."""
+        for pid in self.processes():
+            if pid != self.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         for pid in [*self.processes(), self._process.pid]:

@@ -34,6 +34,21 @@ def first(tmp_path_factory):
         return train_first(home, run)
 
 
+#: A run in which every part has a state to keep, the selection's too, and whose rollouts are the same bit for bit: with one
+#: request at a time, vLLM's last bits do not depend on what else it has to do.
+WHOLE_STATE = (
+    *("+opd.selection.warmup=8", "+opd.selection.minibatch=8", "opd.oracle_every=2"),
+    *("trainer.total_training_steps=3", "actor_rollout_ref.rollout.max_num_seqs=1"),
+)
+
+
+@pytest.fixture(scope="session")
+def bas_opd(tmp_path_factory):
+    """Three steps of BAS-OPD, and a checkpoint after the third."""
+    home = tmp_path_factory.mktemp("bas_opd")
+    return Run(home, "run", toy_data(home), *WHOLE_STATE, "trainer.save_freq=3", recipe="bas_opd").ok()
+
+
 def train_first(home, run):
     return Run(
         home,

@@ -25,46 +25,34 @@ def finish(process: Process) -> Process:
     return process
 
 
-class Run:
-    """A finished run: ``steps[i]`` are the metrics that were logged at step i."""
+def command(folder, data, *overrides, overlay="[cpu,toy]", recipe="vision_opd", module="opd_recipes") -> list[str]:
+    """Of a short training run on the toy data."""
+    return [
+        sys.executable,
+        *("-m", module, "--config-path", "pkg://opd_recipes.config", "--config-name", recipe, f"+overlay={overlay}"),
+        f"actor_rollout_ref.model.path={BASE}",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/val.parquet",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        f"hydra.run.dir={folder}/hydra",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=2",
+        "trainer.resume_mode=disable",
+        "trainer.val_before_train=false",
+        *overrides,
+    ]
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        data: Path,
-        *overrides: str,
-        overlay="[cpu,toy]",
-        recipe="vision_opd",
-        module="opd_recipes",
-    ):
+
+class Run:
+    """A finished run: ``steps[i]`` are the metrics that were logged at step i. Options: see :func:`command`."""
+
+    def __init__(self, folder: Path, name: str, data: Path, *overrides: str, **options: str):
         self.folder = folder / name
-        command = [
-            sys.executable,
-            *(
-                "-m",
-                module,
-                "--config-path",
-                "pkg://opd_recipes.config",
-                "--config-name",
-                recipe,
-                f"+overlay={overlay}",
-            ),
-            f"actor_rollout_ref.model.path={BASE}",
-            f"data.train_files={data}/train.parquet",
-            f"data.val_files={data}/val.parquet",
-            "trainer.logger=[console,file]",
-            f"trainer.default_local_dir={self.folder}/checkpoints",
-            f"hydra.run.dir={self.folder}/hydra",
-            "data.train_batch_size=16",
-            "actor_rollout_ref.rollout.n=2",
-            "trainer.total_training_steps=2",
-            "trainer.resume_mode=disable",
-            "trainer.val_before_train=false",
-            *overrides,
-        ]
         # verl's own entry point reads its platform before the configuration can say it.
-        process = finish(Process(command, self.folder, {"VERL_PLATFORM": "cpu"}))
+        asked = command(self.folder, data, *overrides, **options)
+        process = finish(Process(asked, self.folder, {"VERL_PLATFORM": "cpu"}))
         self.log = process.log.read_text(errors="replace")
         self.returncode = process.exit_code
         self.steps = dict(read_metrics(process.metrics))

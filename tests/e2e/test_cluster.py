@@ -1,4 +1,5 @@
-"""A job on a Ray cluster of two hosts: submitted, stopped, submitted again, and its losses those of a single process."""
+"""A job on a Ray cluster of two hosts: submitted, stopped, submitted again, robbed of a host, submitted again; and its losses
+are those of a single process."""
 
 from __future__ import annotations
 
@@ -99,9 +100,14 @@ def wait_for_nothing_left(cluster: Cluster, before: list[set[int]]) -> None:
     wait(lambda: not left(), 60, lambda: "\n".join(left()))
 
 
+def nodes(cluster: Cluster) -> list[dict]:
+    """Those that are there."""
+    return json.loads(cluster.run("ray", "list", "nodes", "--format=json", "--filter", "state=ALIVE"))
+
+
 @pytest.fixture(scope="module")
 def story(folder, data):
-    """A job that is stopped after its first checkpoint, the same command once more, and one that asks for too much."""
+    """A job that is stopped; the same until a host is lost; the same to its end; and one that asks for too much."""
     home = folder / "cluster"
     home.mkdir()
     cluster = Cluster(home)
@@ -114,11 +120,24 @@ def story(folder, data):
         places = [job.places()]
         job.ask("stop")
         wait_for_nothing_left(cluster, before)
-        stopped, at = job.end(), job.checkpoint()
+        stopped, at = job.end(), [job.checkpoint()]
+
         job = Job(cluster, data, folder / "out")
         job.wait_for_start()
-        job.wait_for_checkpoint(at)
+        job.wait_for_checkpoint(at[0])
         places.append(job.places())
+        cluster.hosts[1].crash()
+        began = time.time()
+        job.wait_for_end()
+        lost, seconds = job.end(), time.time() - began
+        at.append(job.checkpoint())
+        cluster.hosts[1].start()
+        wait(lambda: len(nodes(cluster)) == 2, 60)
+        before[1] = set(cluster.hosts[1].processes())
+        wait_for_nothing_left(cluster, before)
+
+        job = Job(cluster, data, folder / "out")
+        job.wait_for_start()
         job.wait_for_end()
         wait_for_nothing_left(cluster, before)
         resumed = job.end()
@@ -126,17 +145,30 @@ def story(folder, data):
         job.wait_for_start()
         job.wait_for_end()
         refused = job.end()
-        nodes = json.loads(cluster.run("ray", "list", "nodes", "--format=json"))
-        yield SimpleNamespace(stopped=stopped, at=at, resumed=resumed, refused=refused, places=places, nodes=nodes)
+        yield SimpleNamespace(
+            stopped=stopped,
+            lost=lost,
+            seconds=seconds,
+            resumed=resumed,
+            refused=refused,
+            at=at,
+            places=places,
+            nodes=nodes(cluster),
+        )
     finally:
         cluster.end()
 
 
 def test_jobs_end_as_they_should(story):
     """That nothing of them goes on running has been waited for."""
-    assert "was stopped" in story.stopped.status and 1 <= story.at < STEPS
+    assert "was stopped" in story.stopped.status and 1 <= story.at[0] < story.at[1] < STEPS
     assert "succeeded" in story.resumed.status, story.resumed.log[-6000:]
     assert "step:1 " in story.stopped.log and f"step:{STEPS} " in story.resumed.log
+
+
+def test_a_lost_host_ends_the_job_soon_and_the_log_says_how_to_go_on(story):
+    assert "failed" in story.lost.status and story.seconds < 90
+    assert f"The same command goes on from the checkpoint of step {story.at[1]}" in story.lost.log[-4000:]
 
 
 def test_more_nodes_than_there_are_end_a_job_with_a_message(story):
@@ -152,13 +184,15 @@ def test_each_host_has_a_rank_and_a_server(story):
 
 
 def test_submitting_again_continues_from_the_last_checkpoint(story):
-    assert list(story.stopped.steps) == list(range(1, len(story.stopped.steps) + 1))
-    assert list(story.resumed.steps) == list(range(story.at + 1, STEPS + 1))
+    starts = [1, story.at[0] + 1, story.at[1] + 1]
+    for job, start in zip((story.stopped, story.lost, story.resumed), starts, strict=True):
+        assert list(job.steps) == list(range(start, start + len(job.steps)))
+    assert max(story.resumed.steps) == STEPS
 
 
-def test_two_hosts_and_an_interruption_change_nothing(story, first):
+def test_two_hosts_and_interruptions_change_nothing(story, first):
     """The same losses as one process that was not interrupted."""
-    steps = {**story.stopped.steps, **story.resumed.steps}
+    steps = {**story.stopped.steps, **story.lost.steps, **story.resumed.steps}
     for key in ("opd/divergence", "opd/entropy", "actor/loss", "actor/grad_norm", "actor/lr"):
         assert [steps[step][key] for step in (1, 2, 3)] == pytest.approx(first.series(key), rel=1e-3), key
     assert min(metrics["opd/rollout_pearson"] for metrics in steps.values()) >= 0.9999

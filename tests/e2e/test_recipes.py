@@ -13,15 +13,8 @@ from tests.harness import BASE
 pytestmark = pytest.mark.e2e
 
 
-def test_bas_opd_asks_about_a_quarter(folder, data):
-    run = Run(
-        folder,
-        "bas_opd",
-        data,
-        *("+opd.selection.warmup=8", "+opd.selection.minibatch=8", "opd.oracle_every=2"),
-        *("trainer.total_training_steps=3", "trainer.save_freq=3"),
-        recipe="bas_opd",
-    ).ok()
+def test_bas_opd_asks_about_a_quarter(bas_opd):
+    run = bas_opd
     for step in (1, 2, 3):
         metrics = run.steps[step]
         assert metrics["selection/share"] == 0.25  # 8 of 16 x 2 rollouts
@@ -35,18 +28,6 @@ def test_bas_opd_asks_about_a_quarter(folder, data):
     assert "selection/captured_utility" not in run.steps[1]
     state = torch.load(run.folder / "checkpoints" / "global_step_3" / "selector.pt", weights_only=True)
     assert {"replay", "normaliser"} <= set(state)
-
-
-def test_bas_opd_resumes_with_what_it_has_learned(folder, data):
-    """From the checkpoint of the run before; without its selector the run is refused."""
-    checkpoint = folder / "bas_opd" / "checkpoints" / "global_step_3"
-    options = (
-        *("+opd.selection.warmup=8", "+opd.selection.minibatch=8", "trainer.total_training_steps=4"),
-        *("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"),
-    )
-    run = Run(folder, "bas_opd_resumed", data, *options, recipe="bas_opd").ok()
-    assert list(run.steps) == [4]
-    assert run.steps[4]["selection/stored"] == 32 and run.steps[4]["selection/updates"] == 8
 
 
 def test_two_ranks_share_an_odd_number_of_selected_rollouts(folder, data):

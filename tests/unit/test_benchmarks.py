@@ -1,13 +1,15 @@
 """The benchmarks' plain side computes what ours does, and the report says what was measured."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import engines, growth, head, report
+from benchmarks import engines, growth, head, model, report
 from benchmarks.head import Size
 from benchmarks.measure import alternate, peak_memory, ratios, spread
 from tests import reference
@@ -51,6 +53,42 @@ def test_the_plain_update_has_the_loss_of_the_engines(tmp_path):
     ours, plain = engines.ours(model, rows)(batch), engines.plain_update(model, rows)(batch)
     assert plain > 0
     assert ours["loss"] == pytest.approx(plain, rel=1e-3)
+
+
+def test_rows_of_a_prompt_share_image_and_question_but_not_the_answer():
+    rows = engines.Rows(count=5, rollouts=2, image=(2, 3), teacher_image=(2, 2), text=4, response=6)
+    made = engines.make_rows(rows)
+    pixels = [row["multi_modal_inputs"]["pixel_values"] for row in made]
+    same = [[torch.equal(a, b) for b in pixels] for a in pixels]
+    assert same == [[i // 2 == j // 2 for j in range(5)] for i in range(5)]
+    assert torch.equal(made[0]["input_ids"][:-6], made[1]["input_ids"][:-6])
+    assert not torch.equal(made[0]["responses"], made[1]["responses"])
+
+
+def test_the_plain_model_gives_the_loss_and_gradients_of_ours():
+    sides = {name: side(model.TINY) for name, side in model.SIDES.items()}
+    losses = {name: run() for name, run in sides.items()}
+    assert losses["plain"] > 0
+    torch.testing.assert_close(losses["ours"], losses["plain"], rtol=1e-4, atol=0)
+    expected = dict(sides["plain"].student.named_parameters())
+    scale = max(p.grad.abs().max().item() for p in expected.values())
+    for name, parameter in sides["ours"].student.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_the_models_rows_need_neither_verl_nor_vllm():
+    """As on a machine that has torch and transformers alone: every package that only a run needs is refused."""
+    refused = ("verl", "vllm", "ray", "transfer_queue", "tensordict", "hydra", "omegaconf", "peft")
+    script = (
+        f"import json, sys; sys.modules.update(dict.fromkeys({refused}))\n"
+        "from benchmarks import model\n"
+        # Not in a process of its own, but by way of what one would get.
+        "model.in_child = lambda module, settings: model.measure_peak(json.loads(json.dumps(settings)))\n"
+        "print(model.measure(model.TINY, 1, print)['seconds'].keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "dict_keys(['plain', 'ours'])"
 
 
 def test_peak_memory_is_what_was_alive_at_once():

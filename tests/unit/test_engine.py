@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -219,10 +220,12 @@ MARGIN = ["opd/weights=margin", "opd.views.negative=[{kind: noise}]", "opd.objec
 @pytest.mark.parametrize(
     ("reshard", "recipe"),
     [("true", []), ("false", [UNTIED, CHECKPOINTING]), ("true", [*MARGIN, "opd.weights.normaliser=weight_sum"])],
-    ids=["resharded", "gathered-untied-checkpointing", "margin"],
+    ids=["resharded", "gathered-untied-checkpointing", "margin-shared-image"],
 )
 def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, untied, tmp_path, reshard, recipe):
     recipe = [override.format(untied) if override == UNTIED else override for override in recipe]
+    if "opd/weights=margin" in recipe:  # one rank has two rows that show one image, the other none
+        rows = [rows[0], rows[1], rows[2], rows[4], deepcopy(rows[2])]
     single, out = gradients_of(rows, *recipe)
     scale = max(g.abs().max().item() for g in single.values())
     torch.save(rows, tmp_path / "rows.pt")
@@ -240,6 +243,22 @@ def test_gradient_and_teacher_do_not_depend_on_the_number_of_ranks(rows, untied,
     torch.testing.assert_close(
         result["teacher_gap_after"] / result["teacher_gap_before"], torch.tensor(0.95), rtol=1e-4, atol=0
     )
+    one_rank_goes_on(rows, result, tmp_path, recipe)
+
+
+def one_rank_goes_on(rows, result, folder, recipe):
+    """From the two ranks' checkpoint: the same weights, and after another update, which needs Adam's moments, too."""
+    student, teacher = harness.engines(harness.config(*recipe, "opd.teacher.rate=0.05"))
+    student.load_checkpoint(str(folder / "student"))
+    teacher.load_checkpoint(str(folder / "teacher"))
+    for engine, saved in zip((student, teacher), result["saved"], strict=True):
+        assert all(torch.equal(weight, saved[name]) for name, weight in harness.full_weights(engine.module).items())
+    harness.update(student, harness.batch(rows))
+    for engine, third in zip((student, teacher), result["third"], strict=True):
+        for name, weight in harness.full_weights(engine.module).items():
+            torch.testing.assert_close(weight, third[name], rtol=1e-4, atol=1e-5)
+    moved = sum(not torch.equal(result["saved"][0][name], weight) for name, weight in result["third"][0].items())
+    assert moved > 0.9 * len(result["third"][0])
 
 
 def test_same_view_and_same_weights_diverge_by_exactly_zero():

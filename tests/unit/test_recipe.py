@@ -212,6 +212,7 @@ REFUSED = [
     ("data.on_bad_row=ignore", "data.on_bad_row: unknown value .ignore.; known: error, skip"),
     ("opd.head_chunk=0", "at least 1"),
     ("opd.poll_interval=0", "above 0 seconds"),
+    ("opd.stall_timeout=0", "opd.stall_timeout: must be above 0 seconds"),
     ("opd.max_skipped_updates=0", "at least 1"),
     ("opd.head_chunk=1e3", "opd.head_chunk: expected int, got 1000.0"),
     ("opd.divergence.topk=100.0", "opd.divergence.topk: expected int, got 100.0"),

@@ -9,6 +9,7 @@ from transfer_queue import KVBatchMeta
 from opd_recipes import trainer as module
 from opd_recipes.recipe import Recipe
 from opd_recipes.trainer import OpdTrainerSync
+from opd_recipes.watch import RunStopped
 from tests import harness
 
 ROWS = 8
@@ -173,3 +174,48 @@ def test_a_checkpoint_is_not_begun_on_a_disk_that_cannot_hold_it(trainer, tmp_pa
     assert list((tmp_path / "checkpoints").iterdir()) == []
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=11_000_000_000))
     made._check_space()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_touches_no_other(trainer, tmp_path, monkeypatch):
+    made = trainer(f"trainer.default_local_dir={tmp_path}", "trainer.max_actor_ckpt_to_keep=2")
+    made.actor_rollout_wg.checkpoint_bytes = lambda: [0]
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}").mkdir()
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_3" / "stale").touch()
+
+    def full(self):
+        assert not (tmp_path / "global_step_3").exists(), "what was there is of another run"
+        (tmp_path / "global_step_3").mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.PPOTrainerSync, "_save_checkpoint", full)
+    with pytest.raises(RunStopped, match=r"step 3 could not be written to .*No space left on device"):
+        made._save_checkpoint()
+    assert {folder.name for folder in tmp_path.iterdir()} == {"global_step_1", "global_step_2", "global_step_3"}
+    monkeypatch.setattr(module.PPOTrainerSync, "_save_checkpoint", lambda self: (tmp_path / "global_step_3").mkdir())
+    made._save_checkpoint()
+    assert {folder.name for folder in tmp_path.iterdir()} == {"global_step_2", "global_step_3"}
+
+
+def ranked(seq_lens):
+    """Rows of two prompts in turn, four on each of two ranks, as verl has balanced them."""
+    keys = [f"uid{i % 2}_{i}_0" for i in range(8)]
+    tags = [{"seq_len": length} for length in seq_lens]
+    return KVBatchMeta(keys=keys, tags=tags, partition_id="train")
+
+
+def test_rows_of_a_prompt_come_to_one_rank():
+    together = module._with_prompts_together(ranked([100] * 8), 2, metrics := {})
+    assert [{key.split("_")[0] for key in together.keys[r : r + 4]} for r in (0, 4)] == [{"uid0"}, {"uid1"}]
+    assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/balanced_min"] == 400
+
+
+def test_ranks_stay_as_balanced_as_verl_leaves_them_but_for_a_little():
+    """One prompt's rows are twice as long: whole on a rank they would make it twice as busy."""
+    batch = ranked([2000, 1000] * 4)
+    before = [tag["seq_len"] for tag in batch.tags]
+    together = module._with_prompts_together(batch, 2, {})
+    after = [tag["seq_len"] for tag in together.tags]
+    for lengths in (before, after):
+        assert sum(lengths[:4]) == sum(lengths[4:]) == 6000

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from opd_recipes.checkpoints import TEACHER_FOLDER
 from opd_recipes.registry import RecipeError
-from opd_recipes.worker import TEACHER_FOLDER, OpdActorRolloutRefWorker
+from opd_recipes.worker import OpdActorRolloutRefWorker
 from tests import harness
 
 
@@ -26,6 +27,7 @@ def worker(tmp_path):
 def checkpoint(folder, teacher, adapter=None):
     (folder / TEACHER_FOLDER).mkdir(parents=True)
     state = {"teacher": teacher, "adapter": adapter, "finite_steps": 3, "skipped_steps": 0}
+    (folder / "fsdp_config.json").write_text(json.dumps({"world_size": 1}))
     (folder / "opd_state_world_size_1_rank_0.json").write_text(json.dumps(state))
     return str(folder)
 
@@ -55,8 +57,21 @@ def test_another_adapter_does_not_resume(worker, tmp_path, resumed):
 
 def test_a_checkpoint_without_a_teacher_is_of_another_trainer(worker, tmp_path):
     (tmp_path / "actor").mkdir()
-    with pytest.raises(FileNotFoundError, match="not written by this trainer"):
+    with pytest.raises(RecipeError, match="not written by this trainer"):
         worker().load_checkpoint(str(tmp_path / "actor"))
+
+
+@pytest.mark.parametrize("name", ["model", "optim", "extra_state", "teacher/model"])
+def test_a_damaged_shard_is_not_loaded(worker, tmp_path, name):
+    folder = checkpoint(tmp_path / "actor", {"kind": "ema", "path": None})
+    for part in ("model", "optim", "extra_state", "teacher/model"):
+        torch.save({"weight": torch.arange(100.0)}, tmp_path / "actor" / f"{part}_world_size_1_rank_0.pt")
+    file = tmp_path / "actor" / f"{name}_world_size_1_rank_0.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RecipeError, match=f"{name}_world_size_1_rank_0.pt is damaged"):
+        worker().load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("alone", [False, True])

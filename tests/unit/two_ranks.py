@@ -38,9 +38,15 @@ harness.update(student, harness.batch(mine, micro_tokens=120))
 ours, theirs = harness.full_weights(student.module), harness.full_weights(teacher.module)
 gap_before = sum((before[name] - ours[name]).abs().sum() for name in ours)
 gap_after = sum((theirs[name] - ours[name]).abs().sum() for name in ours)
+student.save_checkpoint(str(folder / "student"))
+teacher.save_checkpoint(str(folder / "teacher"))
+harness.update(student, harness.batch(mine, micro_tokens=120))
+third = harness.full_weights(student.module), harness.full_weights(teacher.module)
 if rank == 0:
     torch.save(
         {
+            "saved": (ours, theirs),
+            "third": third,
             "gradients": kept,
             "loss": loss.item() / 2,
             "margins": {key: float(value) for key, value in out.items() if "margin" in key},

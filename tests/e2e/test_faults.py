@@ -1,0 +1,240 @@
+"""A run is killed in one way after another and started again each time: what it says, how soon, and that nothing is lost.
+
+In the end weights, optimizer, teacher, selection and place in the data are those of a run that was left alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from opd_recipes.checkpoints import DATA_FILE, SHARDS, TEACHER_FOLDER, TRACKER, rank_files, read_state
+from opd_recipes.curve import read_metrics
+from opd_recipes.runs import Process
+from opd_recipes.trainer import SELECTOR_FILE
+from tests.e2e.conftest import WHOLE_STATE
+from tests.e2e.runs import command
+
+pytestmark = pytest.mark.e2e
+
+#: Seconds from a fault to the end of the run.
+SOON = 45
+START_S = 300
+#: Ray's own, which notice the end of their node within about a minute.
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+CONTENTS = ("model", "optimizer", "extra")
+
+
+Moment = Callable[[Process], bool]
+Fault = Callable[[Process], None]
+
+
+def never(_: Process) -> bool:
+    return False
+
+
+def nothing(_: Process) -> None:
+    pass
+
+
+@dataclass
+class Life:
+    """From one start to one end."""
+
+    folder: Path
+    log: str = ""
+    code: int | None = None
+    seconds: float = 0.0
+    steps: list[int] = field(default_factory=list)
+    #: Names of its processes that were still there a little later.
+    left: list[str] = field(default_factory=list)
+
+
+class Story:
+    """One command, its lives, and the checkpoints that each finds and leaves."""
+
+    def __init__(self, folder: Path, data: Path):
+        self.folder, self.lives = folder, dict[str, Life]()
+        options = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=2")
+        self.command = command(folder, data, *WHOLE_STATE, *options, recipe="bas_opd")
+        self.checkpoints = folder / "checkpoints"
+
+    def latest(self) -> int:
+        tracker = self.checkpoints / TRACKER
+        return int(tracker.read_text() or 0) if tracker.exists() else 0
+
+    def live(self, name: str, moment: Moment = never, fault: Fault = nothing) -> Life:
+        """Start; at the ``moment`` let the ``fault`` happen; wait for the end."""
+        life = self.lives[name] = Life(self.folder / name.replace(" ", "_"))
+        process = Process(self.command, life.folder)
+        family: dict[int, psutil.Process] = {}
+        happened = looked = 0.0
+        try:
+            while process.exit_code is None:
+                waited = time.time() - (happened or process.began)
+                if waited > (SOON if happened else START_S):
+                    break
+                if time.time() - looked > 0.5:
+                    looked, family = time.time(), family | {child.pid: child for child in descendants(process.pid)}
+                if not happened and moment(process):
+                    fault(process)
+                    happened = time.time()
+                time.sleep(0.005)
+            life.seconds, life.code = time.time() - happened, process.exit_code
+        finally:
+            process.end()
+        _, alive = psutil.wait_procs(list(family.values()), timeout=30)
+        life.left = [title for child in alive if not (title := title_of(child)).startswith(AGENTS)]
+        life.log = process.log.read_text(errors="replace")
+        life.steps = [step for step, _ in read_metrics(process.metrics)]
+        assert happened or fault is nothing, life.log[-4000:]
+        return life
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def title_of(process: psutil.Process) -> str:
+    """Empty where it has ended."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""
+
+
+def of_kind(process: Process, title: str) -> psutil.Process | None:
+    """The process of the run with these words in its title: class or name of an actor, and what it does at present."""
+    return next((child for child in descendants(process.pid) if re.search(rf"^ray::.*{title}", title_of(child))), None)
+
+
+SERVER, AGENT_LOOP, ACTOR = "EntropyServer", "AgentLoopWorker", "WorkerDict"
+
+
+def kill(title: str) -> Fault:
+    def fault(process: Process) -> None:
+        found = of_kind(process, title)
+        assert found, f"no {title}"
+        found.kill()
+
+    return fault
+
+
+def kill_while_it_waits_for_an_answer(process: Process) -> None:
+    """The agent loop, with all of its prompts under way: nobody is left who could report one of them."""
+    server = of_kind(process, SERVER)
+    assert server, "no server"
+    server.suspend()
+    time.sleep(2)
+    kill(AGENT_LOOP)(process)
+
+
+def prepare(actor: Path) -> Path:
+    """Where the teacher's shard of the checkpoint that is being written will be; the student's comes first."""
+    (actor / TEACHER_FOLDER).mkdir()
+    return actor / TEACHER_FOLDER / SHARDS["model"].format(world=1, rank=0)
+
+
+def kill_within_a_checkpoint(actor: Path) -> Fault:
+    """The command alone, while its checkpoint is half written: nobody reads the pipe that the teacher's shard goes to."""
+
+    def fault(process: Process) -> None:
+        os.mkfifo(prepare(actor))
+        time.sleep(2)
+        psutil.Process(process.pid).kill()
+
+    return fault
+
+
+def fill_the_disk(actor: Path) -> Fault:
+    def fault(_: Process) -> None:
+        prepare(actor).symlink_to("/dev/full")
+
+    return fault
+
+
+@pytest.fixture(scope="module")
+def story(folder, data):
+    told = Story(folder / "story", data)
+    third = told.checkpoints / "global_step_3" / "actor"
+
+    def saves_the_third(process: Process) -> bool:
+        return third.exists() and third.stat().st_ctime > process.began
+
+    told.live("server", lambda _: told.latest() == 1, kill(SERVER))
+    told.live("actor", lambda process: bool(of_kind(process, "actor_rollout_update_actor")), kill(ACTOR))
+    told.live("agent loop", lambda _: told.latest() == 2, kill_while_it_waits_for_an_answer)
+    told.live("driver", saves_the_third, kill_within_a_checkpoint(third))
+    told.live("disk", saves_the_third, fill_the_disk(third))
+    told.live("last")
+    return told
+
+
+FAULTS = {
+    "server": ("processes of the run have died: vllm_server", "goes on from the checkpoint of step 1"),
+    "actor": ("processes of the run have died: ", "goes on from the checkpoint of step 1"),
+    "agent loop": ("processes of the run have died: agent_loop_worker_0", "goes on from the checkpoint of step 2"),
+    "driver": (),
+    "disk": ("the checkpoint of step 3 could not be written", "goes on from the checkpoint of step 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_ends_soon_says_why_and_what_to_do_and_leaves_nothing_running(story, name):
+    life = story.lives[name]
+    assert life.code not in (None, 0) and life.seconds < SOON and life.left == []
+    end = life.log.splitlines()[-5:]
+    for words in FAULTS[name]:
+        assert any(words in line for line in end), "\n".join(end)
+
+
+def test_each_start_goes_on_after_the_last_checkpoint(story):
+    steps = {name: life.steps for name, life in story.lives.items()}
+    assert steps == {"server": [1], "actor": [], "agent loop": [2], "driver": [], "disk": [], "last": [3]}
+    assert story.lives["last"].code == 0
+    assert sorted(folder.name for folder in story.checkpoints.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_3",
+    ]
+
+
+def test_it_ends_where_a_run_that_was_left_alone_ends(story, bas_opd):
+    """Bit for bit: the shards of student, optimizer and teacher, the rate, random states, selection and place in the data."""
+    ours, theirs = (home / "global_step_3" for home in (story.checkpoints, bas_opd.folder / "checkpoints"))
+    *tensors, state = rank_files(ours / "actor", 1, 0, CONTENTS)
+    for file in [*tensors, ours / SELECTOR_FILE, ours / DATA_FILE]:
+        mine, other = (torch.load(path, weights_only=False) for path in (file, theirs / file.relative_to(ours)))
+        assert differences(mine, other) == [], file.name
+    assert read_state(state) == read_state(theirs / state.relative_to(ours))
+
+
+def differences(mine, other, place: str = "") -> list[str]:
+    """Where two nested things differ."""
+    if isinstance(mine, DTensor):
+        return differences(mine.to_local(), other.to_local(), place)
+    if isinstance(mine, torch.Tensor):
+        return [] if torch.equal(mine, other) else [place]
+    if isinstance(mine, dict):
+        found = [] if mine.keys() == other.keys() else [place]
+        return found + sum(
+            (differences(mine[key], other[key], f"{place}.{key}") for key in mine.keys() & other.keys()), []
+        )
+    if isinstance(mine, list | tuple):
+        found = [] if len(mine) == len(other) else [place]
+        return found + sum(
+            (differences(*pair, f"{place}.{i}") for i, pair in enumerate(zip(mine, other, strict=False))), []
+        )
+    return [] if np.array_equal(mine, other) else [place]
