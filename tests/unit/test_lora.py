@@ -126,6 +126,13 @@ def test_two_ranks_have_the_gradient_teacher_and_rollout_weights_of_one(rows, tm
     for name, before in result["teacher_before"].items():  # after a step, by hand
         expected = before + 0.05 * (result["student_after"][name] - before)
         torch.testing.assert_close(result["teacher_after"][name], expected, atol=1e-7, rtol=1e-5)
+    # One rank goes on from their checkpoint.
+    student, teacher = engines()
+    student.load_checkpoint(str(tmp_path / "student"))
+    teacher.load_checkpoint(str(tmp_path / "teacher"))
+    for found, name in ((adapters(student), "student_after"), (teachers_adapter(teacher), "teacher_after")):
+        assert found.keys() == result[name].keys()
+        assert all(torch.equal(weight, result[name][key]) for key, weight in found.items())
 
 
 # The teacher

@@ -36,6 +36,8 @@ with teacher.eval_mode():
 out = harness.update(student, harness.batch(mine, micro_tokens=120))  # the teacher follows all the same
 with teacher.eval_mode():
     after = adapters(student)
+student.save_checkpoint(str(folder / "student"))
+teacher.save_checkpoint(str(folder / "teacher"))
 loss = torch.tensor(out["loss"])
 torch.distributed.all_reduce(loss, op=torch.distributed.ReduceOp.SUM)
 if rank == 0:
