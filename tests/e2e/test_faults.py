@@ -170,7 +170,9 @@ def story(folder, data):
     told = Story(folder / "story", data)
     told.live("server", lambda _: told.latest() == 1, kill(SERVER))
     told.live("actor", lambda process: bool(of_kind(process, "actor_rollout_update_actor")), kill(ACTOR))
-    told.live("agent loop", lambda process: bool(read_metrics(process.metrics)), kill_while_it_waits_for_an_answer)
+    told.live(
+        "agent loop", lambda process: bool(list(read_metrics(process.metrics))), kill_while_it_waits_for_an_answer
+    )
     spoiled = Spoiled(told)
     os.mkfifo(spoiled.shard)  # which nobody reads: the checkpoint stays half written
     told.live("driver", spoiled.is_being_written, kill_the_command)

@@ -112,7 +112,7 @@ def test_a_process_is_followed_and_what_it_leaves_is_found(tmp_path):
     alive = watch.look()
     assert any(who.pid == holder.process.pid and "psm_1" in watch.known[who] for who in alive)
     (sample,) = [s for s in watch.measure(alive) if s.who.pid == holder.process.pid]
-    assert 0 < sample.pss <= sample.rss and sample.files >= 3 and sample.sockets == 0
+    assert 0 < sample.pss <= sample.rss and sample.files >= 3 and sample.sockets < sample.files
     watch.segments.add(str(path))
     assert watch.left_segments() == {str(path): pytest.approx(0, abs=8192)}
     holder.kill()
