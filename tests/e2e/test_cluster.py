@@ -63,8 +63,9 @@ class Job:
         """The step of the last one; 0 before the first."""
         return int(self.tracker.read_text() or 0) if self.tracker.exists() else 0
 
-    def wait_for_checkpoint(self, after: int) -> None:
-        wait(lambda: self.checkpoint() > after or not self.runs, 400)
+    def wait_for_step(self, after: int) -> None:
+        """Until a later one is in the log; its checkpoint is there by then."""
+        wait(lambda: any(step > after for step, _ in read_metrics(self.metrics)) or not self.runs, 400)
 
     def places(self) -> list[dict[str, int]]:
         """How many ranks and rollout servers each host has, by its own list of processes."""
@@ -115,7 +116,7 @@ def story(folder, data):
         before = [set(host.processes()) for host in cluster.hosts]
         job = Job(cluster, data, folder / "out")
         job.wait_for_start()
-        job.wait_for_checkpoint(0)
+        job.wait_for_step(0)
         assert job.runs, job.ask("logs")[-6000:]
         places = [job.places()]
         job.ask("stop")
@@ -124,7 +125,7 @@ def story(folder, data):
 
         job = Job(cluster, data, folder / "out")
         job.wait_for_start()
-        job.wait_for_checkpoint(at[0])
+        job.wait_for_step(at[0])
         places.append(job.places())
         cluster.hosts[1].crash()
         began = time.time()
