@@ -215,16 +215,22 @@ def test_each_start_goes_on_after_the_last_checkpoint(story):
 
 
 def test_it_ends_where_a_run_that_was_left_alone_ends(story, bas_opd):
-    """Bit for bit: the shards of student, optimizer and teacher, the rate, random states, selection and place in the data."""
+    """Bit for bit: the shards of student, optimizer and teacher, the rate, selection and place in the data."""
     ours, theirs = (home / "global_step_3" for home in (story.checkpoints, bas_opd.folder / "checkpoints"))
     *tensors, state = rank_files(ours / "actor", 1, 0, CONTENTS)
     for file in [*tensors, ours / SELECTOR_FILE, ours / DATA_FILE]:
         mine, other = (torch.load(path, weights_only=False) for path in (file, theirs / file.relative_to(ours)))
         for saved in (mine, other):
-            if "rng" in saved:  # Python's own is nobody's: verl seeds torch's and numpy's
-                saved["rng"].pop("random")
+            saved.pop("rng", None)  # each run begins with its own, and nothing draws from it
         assert differences(mine, other) == [], file.name
     assert read_state(state) == read_state(theirs / state.relative_to(ours))
+
+
+def test_random_states_go_from_life_to_life(story):
+    """Nothing draws from them, so that those of the last life are those of the one that wrote the checkpoint before."""
+    files = (story.checkpoints / f"global_step_{step}" / "actor" / SHARDS["extra"] for step in (2, 3))
+    before, after = (torch.load(str(file).format(world=1, rank=0), weights_only=False)["rng"] for file in files)
+    assert before.keys() == after.keys() >= {"cpu", "numpy", "random"} and differences(before, after) == []
 
 
 def differences(mine, other, place: str = "") -> list[str]:
