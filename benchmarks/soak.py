@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import soak_report
 from benchmarks.soak_watch import Sample, Watch, Who
+from opd_recipes.checkpoints import last_step
 from opd_recipes.curve import read_metrics
 from opd_recipes.runs import BASE, Process, ProgressLine, end_on_signal, make_data
 
@@ -146,7 +147,7 @@ class Soak:
         # Beside other runs on this machine, as the study's: see opd_recipes/backends/side_by_side.py.
         apart = {"VERL_USE_EXTERNAL_MODULES": "opd_recipes.backends.side_by_side", "OPD_RUN_ID": f"soak-{os.getpid()}"}
         process = Process(self.command, self.folder, apart, name=f"{number}_")
-        watch = Watch(process._process.pid)
+        watch = Watch(process.pid)
         self.watches.append(watch)
         killed = sampled = 0.0
         try:
@@ -173,7 +174,7 @@ class Soak:
         life.metrics = dict(read_metrics(process.metrics))
         ended = time.time()
         if life.fault is None and (life.code != 0 or max(life.metrics, default=0) < self.steps):
-            life.fault = Fault(BY_ITSELF, 0, self._checkpoint(), ended)
+            life.fault = Fault(BY_ITSELF, 0, last_step(self.checkpoints), ended)
             killed = ended
         orphans = self._follow(watch)
         if life.fault:
@@ -190,7 +191,7 @@ class Soak:
         victims = alive if not pattern else list(filter(None, [watch.find(pattern, alive)]))
         if not victims:
             sys.exit(f"no process to kill for {kind!r}; there are: {sorted(watch.known[who][:60] for who in alive)}")
-        life.fault = Fault(kind, max(life.metrics), self._checkpoint(), time.time())
+        life.fault = Fault(kind, max(life.metrics), last_step(self.checkpoints), time.time())
         _signal(victims, number)
         return life.fault.time
 
@@ -227,10 +228,6 @@ class Soak:
             time.sleep(1)
         _signal([who for who, _ in left], signal.SIGKILL)
         return [title[:80] for _, title in left]
-
-    def _checkpoint(self) -> int:
-        file = self.checkpoints / "latest_checkpointed_iteration.txt"
-        return int(file.read_text() or 0) if file.exists() else 0
 
     def _status(self, life: Life, step: int, killed: bool) -> str:
         doing = f"step {step}/{self.steps}" if life.metrics else "starting"

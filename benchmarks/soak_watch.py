@@ -11,12 +11,10 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from benchmarks.startup import PROCESSES
-from opd_recipes.leftovers import bound_sockets, descendants, held, open_files, processes
+from opd_recipes.leftovers import PROC, bound_sockets, descendants, held, open_files, processes
 
-PROC = Path("/proc")
 _SESSION = re.compile(r"/[^\s=]*/session_[\d_-]+")
 _ACTOR = re.compile(r"ray::(?!IDLE|DashboardAgent|RuntimeEnvAgent)")
 

@@ -90,7 +90,7 @@ def import_seconds(code: str) -> float:
 def watch(words: list[str], folder: Path) -> dict[str, Any]:
     """Run a training; its processes until the first step, and the timings of its steps."""
     process = Process(words, folder, {"RAY_worker_niceness": "0"})
-    pid = process._process.pid
+    pid = process.pid
     seen: dict[tuple[int, float], tuple[str, float, float]] = {}
     first: float | None = None
     try:

@@ -64,8 +64,8 @@ def check_resume(config: Any) -> None:
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
     if faults := find_faults(folder, contents, everywhere=trainer.nnodes == 1):
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        whole = [step for step in steps(folder.parent) if not find_faults(_at(folder.parent, step), contents)]
-        earlier = _at(folder.parent, max(whole)) if whole else None
+        whole = [step for step in steps(folder.parent) if not find_faults(step_folder(folder.parent, step), contents)]
+        earlier = step_folder(folder.parent, max(whole)) if whole else None
         raise RecipeError(
             f"{folder} is not whole: {'; '.join(faults[:3])}{more}. "
             + (
@@ -93,19 +93,19 @@ def resume_folder(trainer: Any) -> Path | None:
     anew = "To start from the beginning: trainer.resume_mode=disable"
     there = ", ".join(str(step) for step in steps(home)) or "none"
     if not tracker.exists():
-        if any((_at(home, step) / DATA_FILE).exists() for step in steps(home)):
+        if any((step_folder(home, step) / DATA_FILE).exists() for step in steps(home)):
             raise RecipeError(
                 f"trainer.resume_mode=auto: {home} has checkpoints (of the steps {there}), but no {TRACKER}, which names the "
                 f"last one, so the run would start from the beginning over them. Write the step into that file. {anew}"
             )
         return None
     text = tracker.read_text().strip()
-    if not text.isdigit() or not _at(home, int(text)).is_dir():
+    if not text.isdigit() or not step_folder(home, int(text)).is_dir():
         raise RecipeError(
             f"trainer.resume_mode=auto: {tracker} says {text!r}, and there is no such checkpoint in its folder (there are: "
             f"{there}). Write the step of one of them into the file. {anew}"
         )
-    return _at(home, int(text))
+    return step_folder(home, int(text))
 
 
 def how_to_continue(config: Any) -> str:
@@ -113,15 +113,15 @@ def how_to_continue(config: Any) -> str:
     trainer = config.trainer
     if trainer.save_freq <= 0:
         return "There is no checkpoint (trainer.save_freq): the run has to start anew"
-    tracker = Path(trainer.default_local_dir).absolute() / TRACKER
-    step = tracker.read_text().strip() if tracker.exists() else ""
+    home = Path(trainer.default_local_dir).absolute()
+    step = last_step(home)
     if not step:
         return (
             f"No checkpoint was seen in {trainer.default_local_dir}; the same command starts anew, or from the last one"
         )
     if trainer.resume_mode != "auto":
         return (
-            f"The last checkpoint is {tracker.parent}/{STEP_FOLDER}{step}; with trainer.resume_mode=auto the same command goes "
+            f"The last checkpoint is {step_folder(home, step)}; with trainer.resume_mode=auto the same command goes "
             "on from there"
         )
     return f"The same command goes on from the checkpoint of step {step}"
@@ -214,7 +214,7 @@ _OTHER = "take an earlier checkpoint (trainer.resume_mode=resume_path trainer.re
 
 def begin(home: Path, step: int) -> None:
     """Before a checkpoint is written: remove what an interrupted or abandoned run has left in its place."""
-    shutil.rmtree(_at(home, step), ignore_errors=True)
+    shutil.rmtree(step_folder(home, step), ignore_errors=True)
 
 
 def prune(home: Path, keep: int | None, step: int) -> None:
@@ -225,7 +225,7 @@ def prune(home: Path, keep: int | None, step: int) -> None:
     """
     known = [known for known in steps(home) if known <= step]
     for old in known[: -keep or None] if keep else []:
-        shutil.rmtree(_at(home, old), ignore_errors=True)
+        shutil.rmtree(step_folder(home, old), ignore_errors=True)
 
 
 def steps(home: Path) -> list[int]:
@@ -240,5 +240,12 @@ def _steps(home: Path) -> Iterator[int]:
             yield int(number)
 
 
-def _at(home: Path, step: int) -> Path:
+def last_step(home: Path) -> int:
+    """The step of the last whole checkpoint by verl's tracker; 0 before the first."""
+    tracker = home / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else ""
+    return int(text) if text.isdigit() else 0
+
+
+def step_folder(home: Path, step: int) -> Path:
     return home / f"{STEP_FOLDER}{step}"

@@ -118,12 +118,13 @@ class Keeper:
     def look(self) -> None:
         """Record what has come since the last look and is held by the run."""
         found = {str(SHARED_MEMORY / name) for name in os.listdir(SHARED_MEMORY) if _SEGMENT.fullmatch(name)}
-        found |= {path for path in bound_sockets().values() if _SOCKET.fullmatch(path)}
+        sockets = bound_sockets()
+        found |= {path for path in sockets.values() if _SOCKET.fullmatch(path)}
         new = found - self._judged
         self._judged = found  # so that a name that comes again is looked at again
         if not new:
             return
-        table, sockets = processes(), bound_sockets()
+        table = processes()
         files: dict[str, Any] = {}
         for pid in descendants(self._root, table):
             for path in new & held(pid, sockets):

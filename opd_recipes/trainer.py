@@ -27,7 +27,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from opd_recipes.advantage import divergence_for_advantage
 from opd_recipes.check import check_run, updates_once
-from opd_recipes.checkpoints import begin, prune
+from opd_recipes.checkpoints import begin, prune, step_folder
 from opd_recipes.dataset import ROW_NUMBER
 from opd_recipes.grouping import SLACK, for_ranks
 from opd_recipes.head_engine import view_columns
@@ -273,9 +273,9 @@ class OpdTrainerMixin(_Trainer):
         begin(home, self.global_steps)
         state = self.recipe.selection.state_dict()
         if state:  # before verl's part, which ends with naming the checkpoint as the latest
-            folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-            os.makedirs(folder, exist_ok=True)
-            torch.save(state, os.path.join(folder, SELECTOR_FILE))
+            folder = step_folder(home, self.global_steps)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state, folder / SELECTOR_FILE)
         try:
             super()._save_checkpoint()
         except (OSError, RuntimeError) as error:
@@ -290,7 +290,7 @@ class OpdTrainerMixin(_Trainer):
         if self.global_steps == 0:
             return
         trainer = self.config.trainer
-        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
+        folder = step_folder(Path(trainer.default_local_dir), self.global_steps)
         file = os.path.join(trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder, SELECTOR_FILE)
         if os.path.exists(file):
             self.recipe.selection.load_state_dict(torch.load(file, weights_only=True))

@@ -22,7 +22,6 @@ TOWERS = (
     "Qwen3VLMoeVisionModel",
     "Qwen3_5VisionModel",
     "Qwen3_5MoeVisionModel",
-    "Glm4vVisionModel",
 )
 
 #: Numbers of an image that are looked at before all of them are compared.
@@ -123,12 +122,13 @@ def distinct(images: Sequence[torch.Tensor], grids: Sequence[Sequence[int]]) -> 
 
 def _samples(images: Sequence[torch.Tensor]) -> list[list[float]]:
     """Some numbers of each image; read together, because each reading would wait for the device."""
-    picked = []
-    for image in images:
-        numbers = image.detach().flatten()
-        index = torch.linspace(0, len(numbers) - 1, SAMPLES, dtype=torch.float64, device=image.device).long()
-        picked.append(numbers[index])
-    return torch.stack(picked).tolist()
+    return torch.stack([_sampled(image) for image in images]).tolist()
+
+
+def _sampled(image: torch.Tensor) -> torch.Tensor:
+    numbers = image.detach().flatten()
+    index = torch.linspace(0, len(numbers) - 1, SAMPLES, dtype=torch.float64, device=image.device).long()
+    return numbers[index]
 
 
 def picture_key(inputs: Any) -> tuple | None:
@@ -139,5 +139,5 @@ def picture_key(inputs: Any) -> tuple | None:
     """
     inputs = getattr(inputs, "data", inputs)
     tensors = sorted((name, value) for name, value in (inputs or {}).items() if name.startswith("pixel_values"))
-    found = tuple((tuple(value.shape), float(value.sum(dtype=torch.float64))) for _, value in tensors)
+    found = tuple((tuple(value.shape), tuple(_sampled(value).tolist())) for _, value in tensors)
     return found or None

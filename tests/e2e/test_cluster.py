@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from opd_recipes.checkpoints import last_step
 from opd_recipes.curve import read_metrics
 from tests.e2e.cluster import Cluster
 from tests.e2e.runs import EQUAL_LENGTHS
@@ -42,7 +43,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, data: Path, out: Path, nodes: int = 2):
         self.cluster, self.metrics = cluster, out / "metrics.jsonl"
-        self.tracker = out / "checkpoints" / "latest_checkpointed_iteration.txt"
+        self.checkpoints = out / "checkpoints"
         settings = {"NODES": str(nodes), "GPUS": "1", "MODEL": str(BASE), "OUT": str(out)}
         settings |= {"TRAIN": f"{data}/train.parquet", "VAL": f"{data}/val.parquet"}
         path = f"+ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH={self.metrics}"
@@ -61,7 +62,7 @@ class Job:
 
     def checkpoint(self) -> int:
         """The step of the last one; 0 before the first."""
-        return int(self.tracker.read_text() or 0) if self.tracker.exists() else 0
+        return last_step(self.checkpoints)
 
     def wait_for_step(self, after: int) -> None:
         """Until a later one is in the log; its checkpoint is there by then."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from opd_recipes.checkpoints import DATA_FILE, SHARDS, TEACHER_FOLDER, TRACKER, rank_files, read_state
+from opd_recipes.checkpoints import DATA_FILE, SHARDS, TEACHER_FOLDER, last_step, rank_files, read_state
 from opd_recipes.curve import read_metrics
 from opd_recipes.runs import Process
 from opd_recipes.trainer import SELECTOR_FILE
@@ -69,10 +69,6 @@ class Story:
         options = ("trainer.save_freq=1", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=2")
         self.command = command(folder, data, *WHOLE_STATE, *options, recipe="bas_opd")
         self.checkpoints = folder / "checkpoints"
-
-    def latest(self) -> int:
-        tracker = self.checkpoints / TRACKER
-        return int(tracker.read_text() or 0) if tracker.exists() else 0
 
     def live(self, name: str, moment: Moment = never, fault: Fault = nothing) -> Life:
         """Start; at the ``moment`` let the ``fault`` happen; wait for the end."""
@@ -168,7 +164,7 @@ def kill_the_command(process: Process) -> None:
 @pytest.fixture(scope="module")
 def story(folder, data):
     told = Story(folder / "story", data)
-    told.live("server", lambda _: told.latest() == 1, kill(SERVER))
+    told.live("server", lambda _: last_step(told.checkpoints) == 1, kill(SERVER))
     told.live("actor", lambda process: bool(of_kind(process, "actor_rollout_update_actor")), kill(ACTOR))
     told.live(
         "agent loop", lambda process: bool(list(read_metrics(process.metrics))), kill_while_it_waits_for_an_answer
