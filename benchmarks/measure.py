@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import statistics
@@ -66,7 +67,8 @@ def peak_memory(device: str) -> Iterator[Peak]:
     """Peak memory of the block above what was resident before it.
 
     On a GPU by torch's allocator; on CPU by the kernel's high-water mark of resident memory, which is set back at the start
-    (Linux). glibc gives tensors of more than 32 MB back to the kernel when they are freed, so what counts is what was alive.
+    (Linux). glibc gives tensors of more than 32 MB back to the kernel when they are freed, so what counts is what was alive;
+    and what it kept of smaller ones is given back before, since the block's tensors could come from it uncounted.
     """
     peak = Peak()
     if device == "cuda":
@@ -77,6 +79,7 @@ def peak_memory(device: str) -> Iterator[Peak]:
         torch.cuda.synchronize()
         peak.bytes = torch.cuda.max_memory_allocated() - before
     else:
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         yield peak

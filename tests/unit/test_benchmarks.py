@@ -100,6 +100,17 @@ def test_peak_memory_is_what_was_alive_at_once():
     assert 60 * megabyte < peak.bytes < 100 * megabyte
 
 
+def test_peak_memory_counts_what_comes_from_the_allocators_store():
+    megabyte = 2**20
+    for size, count in (31, 1), (16, 4), (16, 4), (1, 200), (1, 200), (0.1, 2000), (0.1, 2000):  # glibc's heap keeps some of these
+        blocks = [torch.ones(int(size * megabyte) // 4) for _ in range(count)]
+        del blocks
+        with peak_memory("cpu") as peak:
+            block = torch.ones(40 * megabyte // 4)
+            del block
+        assert peak.bytes > 39 * megabyte
+
+
 def test_sides_take_turns_after_one_unmeasured_run():
     calls = []
     seconds = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
