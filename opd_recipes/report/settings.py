@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -81,7 +81,7 @@ def settings_of(run: Run) -> Settings:
     if run.recipe not in known_recipes():
         named = "its name is not known" if run.recipe is None else f"{run.recipe!r} is not one of them"
         return Settings(None, reason=f"the run's recipe is none of this package: {named}")
-    changes = differences(_recipe(run.recipe), run.config)
+    changes = [_without_placeholder(change) for change in differences(_recipe(run.recipe), run.config)]
     return Settings(
         run.recipe,
         tuple(sorted((c for c in changes if _rank(c.key) is not None), key=lambda c: (_rank(c.key), c.key))),
@@ -115,6 +115,11 @@ def differences(paper: Mapping[str, Any], run: Mapping[str, Any]) -> list[Change
         shown = [_shown(key, values) for values in (theirs, ours)]
         found.append(Change(key, *shown))
     return found
+
+
+def _without_placeholder(change: Change) -> Change:
+    """verl's own paths of examples (``~/models/...``) are no setting of a paper."""
+    return replace(change, paper=ABSENT) if change.paper.startswith("~/") else change
 
 
 def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any], key: str) -> bool:

@@ -214,6 +214,13 @@ def test_a_run_as_in_the_paper_differs_in_nothing(tmp_path):
     assert (found.training, found.machine) == ((), ())
 
 
+def test_verls_paths_of_examples_are_not_shown_as_the_papers(tmp_path):
+    write_metrics(tmp_path / "metrics.jsonl", {1: {"actor/loss": 1.0}})
+    write_config(tmp_path, "vision_opd", "data.train_files='~/mine.parquet'")
+    (change,) = settings_of(read_run(tmp_path)).training
+    assert (change.key, change.paper, change.run) == ("data.train_files", "not set", "~/mine.parquet")
+
+
 def test_every_recipe_is_known():
     assert {"vision_opd", "rp_opsd", "opd_v", "bas_opd", "opsd", "grpo", "sft"} <= settings_module.known_recipes()
 
