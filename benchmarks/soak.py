@@ -5,7 +5,7 @@ same command is given again, as a supervisor would (``trainer.resume_mode=auto``
 costs, memory and open files of every process over the steps, and what is left of the run on the machine. Leaves with 1 where a
 life hangs, more is lost than the steps since the last checkpoint, or anything is left at the end. Linux only.
 
-Writes ``soak.json``, ``soak.md`` and ``soak.png``.
+``--faults ''`` is one long life. Writes ``soak.json``, ``soak.md`` and ``soak.png``, or what ``--name`` says instead.
 """
 
 from __future__ import annotations
@@ -280,6 +280,13 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="folder for data and logs; must be new")
     parser.add_argument("--results", type=Path, help="where the results are written (default: --out)")
+    parser.add_argument("--name", default="soak", help="of the files of results (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=soak_report.WARM_UP,
+        help="steps of each life that do not count for the growth of memory (default: %(default)s)",
+    )
     parser.add_argument("overrides", nargs="*", help="more configuration overrides")
     args = parser.parse_args()
     folder = args.out.resolve()
@@ -301,9 +308,9 @@ def main() -> int:
     remaining = soak.finish()
     soak.line.end()
     shown = shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]])
-    result = soak_report.result(soak, remaining, shown, datetime.date.today().isoformat())
+    result = soak_report.result(soak, remaining, shown, datetime.date.today().isoformat(), args.warm_up)
     result["wrong"] += [stopped] if stopped else []
-    soak_report.write(result, args.results or folder)
+    soak_report.write(result, args.results or folder, args.name)
     print(soak_report.markdown(result))
     return 1 if result["wrong"] else 0
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.soak import Fault, Life, Soak
 
-#: Steps of a life that do not count for a slope: caches fill, and the first validation and checkpoint are made.
-WARM_UP = 15
+#: Steps of a life that do not count for a slope: caches fill, and the first validations and checkpoints are made.
+WARM_UP = 50
 #: Growth that is worth a look.
 GROWS_MB = 5.0
 #: Metrics of a step that a repetition must give again.
@@ -24,7 +24,7 @@ MEASURES = ("rss", "pss", "files", "sockets")
 MB = 2**20
 
 
-def result(soak: Soak, processes: Sequence[str], command: str, date: str) -> dict[str, Any]:
+def result(soak: Soak, processes: Sequence[str], command: str, date: str, warm_up: int = WARM_UP) -> dict[str, Any]:
     """All that is written."""
     faults = [life.fault for life in soak.lives if life.fault]
     paths = {path for watch in soak.watches for path in watch.left_sockets()}
@@ -40,7 +40,8 @@ def result(soak: Soak, processes: Sequence[str], command: str, date: str) -> dic
         "faults": [{**asdict(fault), "repeated": fault.repeated} for fault in faults],
         "seconds_to_first_step": [life.seconds_to_first_step for life in soak.lives],
         "repetition": repetition([life.metrics for life in soak.lives]),
-        "memory": slopes(soak.lives),
+        "warm_up": warm_up,
+        "memory": slopes(soak.lives, warm_up),
         "counts": counts(soak.lives),
         "left": {
             "processes": list(processes),
@@ -92,7 +93,7 @@ def repetition(lives: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[str, An
     return {"steps": steps, "largest_difference": max(differences, default=None)}
 
 
-def slopes(lives: Sequence[Life], warm_up: int = WARM_UP) -> dict[str, Any]:
+def slopes(lives: Sequence[Life], warm_up: int) -> dict[str, Any]:
     """Of each kind of process: what one holds, and its growth for each 100 steps.
 
     The slope is that of least squares with an intercept for each process, over all samples after ``warm_up`` steps of its life;
@@ -171,14 +172,14 @@ def series(lives: Sequence[Life]) -> list[dict[str, Any]]:
     return rows
 
 
-def write(found: Mapping[str, Any], folder: Path) -> None:
+def write(found: Mapping[str, Any], folder: Path, name: str = "soak") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "soak.md").write_text(markdown(found))
-    picture(found, folder / "soak.png")
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown(found, name))
+    picture(found, folder / f"{name}.png")
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(found: Mapping[str, Any], name: str = "soak") -> str:
     head = "| killed | at step | checkpoint | steps again | command ends, s | last process ends, s | next step, s | in shm |"
     lines = [head, "|---|---|---|---|---|---|---|---|"]
     for fault in found["faults"]:
@@ -195,9 +196,9 @@ def markdown(found: Mapping[str, Any]) -> str:
         "| process | RSS, MB | PSS, MB | RSS per 100 steps | PSS per 100 steps | open files per 100 steps |",
         "|---|---|---|---|---|---|",
     ]
-    for name, row in found["memory"].items():
+    for process, row in found["memory"].items():
         growth = [_grown(row[key]) for key in ("rss", "pss", "files")]
-        table.append(f"| {name} | {row['rss']['mean']:.0f} | {row['pss']['mean']:.0f} | {' | '.join(growth)} |")
+        table.append(f"| {process} | {row['rss']['mean']:.0f} | {row['pss']['mean']:.0f} | {' | '.join(growth)} |")
     again = found["repetition"]
     same = (
         ""
@@ -222,7 +223,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 {verdict}
 
-Memory of one process of each kind, after the first {WARM_UP} steps of each life; growth with its standard error.
+Memory of one process of each kind, after the first {found["warm_up"]} steps of each life; growth with its standard error.
 
 {chr(10).join(table)}
 
@@ -230,7 +231,7 @@ Memory of one process of each kind, after the first {WARM_UP} steps of each life
 
 Processes (Ray actors among them) of each life: {", ".join(rows)}. Sockets that stayed in {os.sep}tmp: {len(left["sockets"])}.
 
-![Memory and divergence over the lives](soak.png)
+![Memory and divergence over the lives]({name}.png)
 """
 
 
@@ -249,7 +250,9 @@ def picture(found: Mapping[str, Any], path: Path) -> None:
             above.plot(
                 *zip(*points, strict=True), color=f"C{color}", label=name if life == lives[0] else None, linewidth=1.2
             )
-    above.set(xlabel="minutes", ylabel="memory of the kind (PSS, MB)", title="each gap is a death and a start")
+    above.set(xlabel="minutes", ylabel="memory of the kind (PSS, MB)")
+    if len(lives) > 1:
+        above.set_title("each gap is a death and a start")
     above.legend(fontsize=7, ncol=4)
     curve = {int(step): value for step, value in found["curve"].items() if value is not None}
     below.plot(curve.keys(), curve.values(), linewidth=1)
