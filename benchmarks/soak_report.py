@@ -181,7 +181,7 @@ def write(found: Mapping[str, Any], folder: Path, name: str = "soak") -> None:
 
 def markdown(found: Mapping[str, Any], name: str = "soak") -> str:
     head = "| killed | at step | checkpoint | steps again | command ends, s | last process ends, s | next step, s | in shm |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    lines = ["", head, "|---|---|---|---|---|---|---|---|"] if found["faults"] else []
     for fault in found["faults"]:
         held = (
             f"{sum(fault['segments'].values()) / MB:.0f} MB in {len(fault['segments'])}"
@@ -192,6 +192,7 @@ def markdown(found: Mapping[str, Any], name: str = "soak") -> str:
             f"| {fault['kind']} | {fault['at']} | {fault['checkpoint']} | {fault['repeated']} | {fault['to_end']:.0f} "
             f"| {fault['to_gone']:.0f} | {_number(fault['to_next_step'], 0)} | {held} |"
         )
+    lines += [""] if lines else []
     table = [
         "| process | RSS, MB | PSS, MB | RSS per 100 steps | PSS per 100 steps | open files per 100 steps |",
         "|---|---|---|---|---|---|",
@@ -216,11 +217,9 @@ def markdown(found: Mapping[str, Any], name: str = "soak") -> str:
     )
     return f"""# Soak
 
-`{found["command"]}` on {found["cores"]} cores, {found["date"]}: {found["steps"]} steps of the toy run in
-{found["starts"]} starts, {found["minutes"]:.0f} minutes. {again["steps"]} steps were made twice{same}.
-
+`{found["command"]}` on {found["cores"]} cores, {found["date"]}: {found["steps"]} steps of the toy run;
+starts: {found["starts"]}, minutes: {found["minutes"]:.0f}. {again["steps"]} steps were made twice{same}.
 {chr(10).join(lines)}
-
 {verdict}
 
 Memory of one process of each kind, after the first {found["warm_up"]} steps of each life; growth with its standard error.
@@ -244,16 +243,14 @@ def picture(found: Mapping[str, Any], path: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
     names = sorted({name for row in found["series"] for name in row["pss"]})
     lives = sorted({row["life"] for row in found["series"]})
-    for color, name in enumerate(names):
+    for name, color in zip(names, plt.colormaps["tab20"].colors, strict=False):
         for life in lives:
             points = [(r["minutes"], r["pss"].get(name, 0.0)) for r in found["series"] if r["life"] == life]
-            above.plot(
-                *zip(*points, strict=True), color=f"C{color}", label=name if life == lives[0] else None, linewidth=1.2
-            )
+            above.plot(*zip(*points, strict=True), color=color, label=name if life == lives[0] else None, linewidth=1.2)
     above.set(xlabel="minutes", ylabel="memory of the kind (PSS, MB)")
     if len(lives) > 1:
         above.set_title("each gap is a death and a start")
-    above.legend(fontsize=7, ncol=4)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", fontsize=7, ncol=6)
     curve = {int(step): value for step, value in found["curve"].items() if value is not None}
     below.plot(curve.keys(), curve.values(), linewidth=1)
     for fault in found["faults"]:
