@@ -243,10 +243,13 @@ def picture(found: Mapping[str, Any], path: Path) -> None:
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), layout="constrained")
     names = sorted({name for row in found["series"] for name in row["pss"]})
     lives = sorted({row["life"] for row in found["series"]})
-    for name, color in zip(names, plt.colormaps["tab20"].colors, strict=False):
+    colors = plt.colormaps["tab20"]
+    for color, name in enumerate(names):
         for life in lives:
             points = [(r["minutes"], r["pss"].get(name, 0.0)) for r in found["series"] if r["life"] == life]
-            above.plot(*zip(*points, strict=True), color=color, label=name if life == lives[0] else None, linewidth=1.2)
+            above.plot(
+                *zip(*points, strict=True), color=colors(color), label=name if life == lives[0] else None, linewidth=1.2
+            )
     above.set(xlabel="minutes", ylabel="memory of the kind (PSS, MB)")
     if len(lives) > 1:
         above.set_title("each gap is a death and a start")

@@ -102,7 +102,8 @@ def test_peak_memory_is_what_was_alive_at_once():
 
 def test_peak_memory_counts_what_comes_from_the_allocators_store():
     megabyte = 2**20
-    for size, count in (31, 1), (16, 4), (16, 4), (1, 200), (1, 200), (0.1, 2000), (0.1, 2000):  # glibc's heap keeps some of these
+    # Of some of these, freed, glibc's heap keeps what the next block can come from.
+    for size, count in (31, 1), (16, 4), (16, 4), (1, 200), (1, 200), (0.1, 2000), (0.1, 2000):
         blocks = [torch.ones(int(size * megabyte) // 4) for _ in range(count)]
         del blocks
         with peak_memory("cpu") as peak:
